@@ -7,44 +7,25 @@ raises.
 import os
 import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-import msgspec
 
 from shmload._building import prepared
 from shmload._building.attempt import load
-from shmload._building.connected import connected_to
-from shmload._building.keywords import require_taken
 from shmload._building.maker import Maker
-from shmload._building.pipeline_maker import PipelineMaker, components_by_name
-from shmload._building.route import CONVERTED, Asked, Keep, require_readable
-from shmload._building.single_file import (
-    SinglePipelineMaker,
-    bring_single_file,
-    find_single_file,
-    is_single_file,
-    settle_single_dtype,
-)
-from shmload._checkpoints.hub import find_source
+from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
+from shmload._building.route import Keep, Options, require_readable
+from shmload._building.single_file import SinglePipelineMaker, bring_single_file, is_single_file
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.resolve import Source, components_with_weights
-from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._checkpoints.weights import has_blocks, has_variant
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.wanted import Wanted
 from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload._wording import logger_of
-from shmload.errors import ArgumentError, CheckpointError, SourceNotFound, UnknownArgument
-from shmload.integrations.ranks import linger
+from shmload.errors import CheckpointError, SourceNotFound, UnknownArgument
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-
-    from shmload._decoding.ring import Ring
-    from shmload._devices.destination import Destination
-    from shmload._loading.load import Load
 
 
 logger = logger_of(__name__)
@@ -150,14 +131,19 @@ def load_pipeline(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
-    if keep != CONVERTED:
-        require_bools(keep=keep)
-    require_bools(share=False if share is None else share, verify=verify)
+    options = Options(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_memory=max_host_memory,
+        pin=pin,
+        keep=keep,
+        share=share,
+        workers=workers,
+        verify=verify,
+        progress=progress,
+    )
     kwargs = from_pretrained_kwargs
-    variant = kwargs.get("variant")
-    others = {"device_map": device_map, "max_memory": max_memory, "verify": verify}
-    others |= {"max_host_memory": max_host_memory, "components": components, "share": share}
-    others |= {"workers": workers, "progress": progress, **kwargs}
+    others = {**options.others, "components": components, **kwargs}
     request = prepared.request_of(source, dtype, keep, pipeline_class, **others)
     imported = tuple(sys.modules) if request else ()
     if request and (found := prepared.claim(request)) is not None:
@@ -166,66 +152,35 @@ def load_pipeline(
         source,
         dtype,
         components,
-        variant,
+        kwargs.get("variant"),
         kwargs,
         function=load_pipeline,
         is_pipeline=True,
         has_others=True,
     )
-    asked = Asked(
-        device_map=device_map,
-        max_memory=max_memory,
-        max_host_memory=max_host_memory,
-        pin=pin,
-        keep=keep,
-        share=share,
-        verify=verify,
-    )
-    # It asks for large reads instead of page faults. The workers read so in any case.
-    kwargs.pop("disable_mmap", None)
-    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
-    require_readable(asked, kwargs)
-    maker, found, dtype = choose(pipeline_class, wanted, kwargs)
-    others = {"workers": workers, "progress": progress}
-    connected = _load_connected(maker, found, wanted.dtype, asked, kwargs, others)
+    require_readable(options, kwargs)
+    maker: Maker
+    if is_single_file(wanted.source):
+        wanted = bring_single_file(wanted)
+        maker = SinglePipelineMaker(pipeline_class, wanted, kwargs.get("config"))
+    else:
+        maker = PipelineMaker(pipeline_class)
+    found, dtype = maker.find(wanted, kwargs, load_pipeline)
+    connected = _load_connected(maker, found, wanted.dtype, options, kwargs)
     if connected is not None:
         kwargs |= connected
         request = None  # its files are not looked at before one that is ready is taken
-    pipe: DiffusionPipeline = load(
-        found,
-        maker,
-        dtype,
-        asked,
-        kwargs,
-        title=wanted.title,
-        workers=workers,
-        progress=progress,
-        place=_place,
-        linger=linger,
-    )
+    pipe: DiffusionPipeline = load(found, maker, dtype, options, kwargs, title=wanted.title)
     prepared.note(request, imported)
     return pipe
-
-
-def _choose_for_directory(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
-) -> tuple[Maker, Source, object]:
-    """Return what makes a pipeline from a directory or hub id, the source found, and the dtype."""
-    found, left_out = _find_pipeline(wanted, kwargs)
-    maker = PipelineMaker(pipeline_class, left_out)
-    with whole_libraries():
-        require_taken(kwargs, found, load_pipeline, maker.find_class)
-    kwargs.update(dict.fromkeys(left_out))
-    return maker, found, settle_dtype(wanted.dtype, found, kwargs)
 
 
 def _load_connected(
     maker: Maker,
     source: Source,
     dtype: Any,
-    asked: Asked,
+    options: Options,
     kwargs: Mapping[str, Any],
-    others: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Load what a combined pipeline takes from another source.
 
@@ -233,9 +188,8 @@ def _load_connected(
         maker: of the pipeline.
         source: the pipeline's own.
         dtype: as given.
-        asked: the arguments about memory and devices. The components stay on the host.
+        options: how to load; the components stay on the host.
         kwargs: for `from_pretrained`.
-        others: for `load_pipeline`.
 
     Returns:
         The components by name; none in doubt, and if it fails: the library loads them then, or says
@@ -247,7 +201,7 @@ def _load_connected(
         found = connected_to(source, maker, kwargs)
     if found is None:
         return None
-    if asked.is_bounded or isinstance(dtype, Mapping):
+    if options.is_bounded or isinstance(dtype, Mapping):
         return {}
     import torch
 
@@ -256,11 +210,12 @@ def _load_connected(
         pipe = load_pipeline(
             found.source,
             dtype=dtype,
-            keep=asked.keep,
-            share=asked.share,
-            verify=asked.verify,
+            keep=options.keep,
+            share=options.share,
+            workers=options.workers,
+            verify=options.verify,
+            progress=options.progress,
             **found.kwargs,
-            **others,
         )
     except (CheckpointError, SourceNotFound, UnknownArgument) as exc:
         logger.info("%s: the library loads %s: %s", source.given, found.source, str(exc))
@@ -270,56 +225,3 @@ def _load_connected(
         torch.set_rng_state(state)
         return {}
     return {f"{found.prefix}{name}": part for name, part in components_by_name(pipe).items()}
-
-
-def _choose_for_file(
-    pipeline_class: type | str | None, wanted: Wanted, kwargs: dict[str, Any]
-) -> tuple[Maker, Source, object]:
-    """Return what makes a pipeline from a file of weights, the file as a source, and the dtype."""
-    wanted = bring_single_file(wanted)
-    is_of_blocks = has_blocks(wanted.source)
-    if is_of_blocks and pipeline_class is None:
-        raise ArgumentError(
-            f"{wanted.source} is a GGUF file, which has one model and no pipeline; load it by "
-            "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give it to "
-            "load_pipeline beside the pipeline's directory, such as transformer=model"
-        )
-    maker = SinglePipelineMaker(pipeline_class, kwargs.get("config"), wanted.hub)
-    found = find_single_file(wanted)
-    if is_of_blocks:  # what the library makes of it is its own business
-        found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
-    with whole_libraries():
-        maker.require_taken(kwargs, load_pipeline)
-    return maker, found, settle_single_dtype(wanted.dtype, found)
-
-
-def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> tuple[Source, Collection[str]]:
-    """Find a pipeline; return it, and the components with weights that are not wanted."""
-    if kwargs.get("dduf_file") and os.path.isdir(wanted.source):
-        # One file in place of a directory. Releases of diffusers differ: they load it or refuse.
-        root = Path(wanted.source)
-        nothing: dict[str, Any] = {"class_name": "", "components": (), "checkpoints": ()}
-        return Source(given=wanted.source, root=root, **nothing), ()
-    found = find_source(wanted, kwargs)
-    if not found.is_pipeline:
-        raise SourceNotFound(
-            wanted.source,
-            "not a pipeline (no model_index.json); use load_model for a model, and "
-            "load_state_dict or view for files",
-        )
-    variant = wanted.variant
-    if variant and not any(has_variant(found.root / name, variant) for name in found.components):
-        # The library refuses it: nothing is to be decoded, nor room to be asked for.
-        found = msgspec.structs.replace(found, checkpoints=())
-    if wanted.components is None:
-        return found, ()
-    return found, components_with_weights(found).difference(wanted.components, kwargs)
-
-
-def _place(
-    pipe: "DiffusionPipeline", destination: "Destination", load: "Load", ring: "Ring | None"
-) -> None:
-    # Not at the top: it imports torch.
-    from shmload.integrations.placing import place_pipeline
-
-    place_pipeline(pipe, destination, load, ring)

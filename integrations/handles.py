@@ -16,9 +16,9 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._host.collector import paused_gc
-from shmload._loading.complete import complete_load
+from shmload._host.forks import limit_inherited_threads
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import find_with_rules
+from shmload._loading.sources import How, complete_load, find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
@@ -243,11 +243,8 @@ def share(
         recipe = Recipe.of(wanted, found, pipeline_class)
         with whole_libraries():
             taken = maker.taken(found)
-        load = ending.enter_context(
-            complete_load(
-                taken, rules, stay=Stay.SHARED, workers=workers, verify=verify, progress=counter
-            )
-        )
+        how = How(stay=Stay.SHARED, workers=workers, verify=verify)
+        load = ending.enter_context(complete_load(taken, rules, how, counter))
         # Not inherited by forked children: copies in other processes hold nothing either.
         leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
     remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline

@@ -9,33 +9,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.attempt import load
-from shmload._building.gguf_maker import maker_of_gguf
-from shmload._building.keywords import explained_keywords, require_taken_by_model
-from shmload._building.maker import Maker
+from shmload._building.gguf_maker import maker_of_file
+from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
-from shmload._building.route import CONVERTED, Asked, Keep, require_readable
-from shmload._building.single_file import (
-    SingleFileMaker,
-    bring_single_file,
-    find_single_file,
-    is_single_file,
-)
-from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.hub import find_model
-from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.own_dtypes import most_common_dtype
-from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._checkpoints.weights import has_blocks
+from shmload._building.route import Keep, Options, require_readable
+from shmload._building.single_file import bring_single_file, is_single_file
+from shmload._checkpoints.wanted import Wanted
 from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
-from shmload.integrations.ranks import linger
 
 if TYPE_CHECKING:
-    from shmload._decoding.ring import Ring
-    from shmload._devices.destination import Destination
-    from shmload._loading.load import Load
+    from shmload._building.maker import Maker
 
 
 def load_model(
@@ -96,9 +81,17 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
-    if keep != CONVERTED:
-        require_bools(keep=keep)
-    require_bools(share=False if share is None else share, verify=verify)
+    options = Options(
+        device_map=device_map,
+        max_memory=max_memory,
+        max_host_memory=max_host_memory,
+        pin=pin,
+        keep=keep,
+        share=share,
+        workers=workers,
+        verify=verify,
+        progress=progress,
+    )
     kwargs = from_pretrained_kwargs
     # Only what was given: the classes have defaults of their own.
     for name, value in (("subfolder", subfolder), ("variant", variant)):
@@ -108,33 +101,16 @@ def load_model(
     wanted = Wanted.parse(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
     )
-    asked = Asked(
-        device_map=device_map,
-        max_memory=max_memory,
-        max_host_memory=max_host_memory,
-        pin=pin,
-        keep=keep,
-        share=share,
-        verify=verify,
-    )
-    # It asks for large reads instead of page faults. The workers read so in any case.
-    kwargs.pop("disable_mmap", None)
-    choose = _choose_for_file if is_single_file(wanted.source) else _choose_for_directory
-    require_readable(asked, kwargs)
+    require_readable(options, kwargs)
     with explained_keywords(kwargs, load_model, _name_of(cls)):
-        maker, found, dtype = choose(cls, source, wanted, kwargs)
-        return load(
-            found,
-            maker,
-            dtype,
-            asked,
-            kwargs,
-            title=wanted.title,
-            workers=workers,
-            progress=progress,
-            place=_place,
-            linger=linger,
-        )
+        maker: Maker
+        if is_single_file(wanted.source):
+            wanted = bring_single_file(wanted)
+            maker = maker_of_file(cls, wanted.source, kwargs)
+        else:
+            maker = ModelMaker(cls, takes_path=not isinstance(source, str))
+        found, dtype = maker.find(wanted, kwargs, load_model)
+        return load(found, maker, dtype, options, kwargs, title=wanted.title)
 
 
 def _name_of(cls: type | str) -> str:
@@ -155,59 +131,3 @@ def _require_order(cls: object, source: object) -> None:
             f"cls is {cls!r} and source is {source!r}; the class comes first: "
             "load_model('UNet2DConditionModel', 'path/to/model')"
         )
-
-
-def _choose_for_directory(
-    cls: type | str,
-    source: str | os.PathLike[str],
-    wanted: Wanted,
-    kwargs: dict[str, Any],
-) -> tuple[Maker, Source, object]:
-    """Return what makes a model from a directory or hub id, what was found there, and the dtype."""
-    maker = ModelMaker(cls, takes_path=not isinstance(source, str))
-    found = find_model(wanted, kwargs)
-    with whole_libraries():
-        require_taken_by_model(kwargs, load_model, lambda: maker.find_class_made(found))
-    return maker, found, _settle(wanted, found, maker)
-
-
-def _choose_for_file(
-    cls: type | str,
-    source: str | os.PathLike[str],
-    wanted: Wanted,
-    kwargs: dict[str, Any],
-) -> tuple[Maker, Source, object]:
-    """Return what makes a model from a file of weights, the file as a source, and the dtype."""
-    wanted = bring_single_file(wanted)
-    if has_blocks(wanted.source):
-        maker = maker_of_gguf(cls, wanted.source, kwargs)
-    else:
-        maker = SingleFileMaker(cls)
-    found = find_single_file(wanted)
-    with whole_libraries():
-        maker.require_taken(kwargs, load_model)
-    return maker, found, maker.settle_dtype(wanted.dtype, found)
-
-
-def _settle(wanted: Wanted, source: Source, maker: ModelMaker) -> object:
-    """Return the dtype, with a name in place of `auto` for a model of diffusers.
-
-    diffusers itself takes float32 for any text.
-    """
-    libraries = {checkpoint.library for checkpoint in source.checkpoints}
-    is_auto = isinstance(wanted.dtype, str) and wanted.dtype == AUTO
-    if not is_auto or "transformers" in libraries:
-        return wanted.dtype
-    if "diffusers" not in libraries:  # its files do not tell; the class does
-        with whole_libraries():
-            if not maker.makes_diffusers(source, wanted.hub.subfolder):
-                return wanted.dtype
-    return most_common_dtype(source)
-
-
-def _place(made: Any, destination: "Destination", load: "Load", ring: "Ring | None") -> None:
-    # Not at the top: it imports torch.
-    from shmload.integrations.placing import place_models
-
-    model = made[0] if isinstance(made, tuple) else made
-    place_models({"": model}, destination, load, ring)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from typing import Any
 
     from shmload import errors as errors
+    from shmload._building.placing import to_device as to_device
     from shmload._loading.plan import Action as Action
     from shmload._loading.plan import Plan as Plan
     from shmload._loading.plan import ShardPlan as ShardPlan
@@ -42,7 +43,6 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload.integrations.handles import Handle as Handle
     from shmload.integrations.handles import share as share
     from shmload.integrations.models import load_model as load_model
-    from shmload.integrations.placing import to_device as to_device
     from shmload.integrations.redirect import redirect as redirect
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
@@ -69,8 +69,8 @@ _HOMES = {
     "restore_view_directory": "shmload._loading.view_directory",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
-    "to_device": "shmload.integrations.placing",
-    "unpin": "shmload._segments.upkeep",
+    "to_device": "shmload._building.placing",
+    "unpin": "shmload._segments.pins",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "view_directories": "shmload._segments.standing_views",

@@ -68,9 +68,9 @@ def _begin() -> None:
     if not _IS_PRETENDED:
         torch.zeros(1, device=_DEVICE)
         return
+    from shmload._building import placing
     from shmload._devices.runtimes import runtime_of
     from shmload._placement import inventory
-    from shmload.integrations import placing
 
     host = runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
@@ -211,8 +211,8 @@ def uploads(small: str, source: str) -> Numbers:
     import torch
 
     import shmload
+    from shmload._building import placing
     from shmload._devices.ways import WAYS
-    from shmload.integrations import placing
 
     pins = ("auto", *WAYS)
     copied_s: list[float] = []

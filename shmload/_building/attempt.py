@@ -1,26 +1,30 @@
-"""One call of `load_pipeline` or `load_model`: the ways to decode and build, tried in turn."""
+"""One call of `load_pipeline` or `load_model`: the ways for its weights, tried in turn.
+
+    shared segments -> a ring -> segments -> segments without conversion
+
+Each way names the errors by which a load finds out that it is closed; any other error ends the
+call.
+"""
 
 import contextlib
 import functools
 import gc
+import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shmload._building.fit import Fit
+from shmload._building.libraries import Said, said_here
 from shmload._building.maker import Maker, NotToBeCast
-from shmload._building.route import (
-    Asked,
-    Route,
-    choose_route,
-)
+from shmload._building.route import Options, Route, choose_route
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination
 from shmload._devices.hollow import BytesNeeded
@@ -28,19 +32,42 @@ from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
-from shmload._loading.progress import Callback, Progress
+from shmload._loading.progress import Progress, Step
+from shmload._loading.ranks import linger
 from shmload._loading.sources import Rules
-from shmload._loading.steps import Step
-from shmload._segments.segment import Segment, Stay
+from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload._wording import logger_of
 from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 
 logger = logger_of(__name__)
-Place = Callable[[Any, Destination, Load, Ring | None], None]
-"""Copies what was built to its devices."""
-Linger = Callable[[Iterable[Segment]], None]
-"""Keeps shared segments until all ranks of this host have attached them."""
+
+
+class Way(NamedTuple):
+    """A way for the weights."""
+
+    stay: Stay
+    ring: Ring | None = None
+    is_cast: bool = True
+    """False: the segments get the stored dtypes."""
+    gives_up_on: tuple[type[Exception], ...] = ()
+    """Errors by which the way is closed, and the next one is tried."""
+    closed: str = ""
+    """What is said then."""
+    level: int = logging.INFO
+
+
+SHARED = Way(
+    Stay.SHARED,
+    gives_up_on=(MemoryLimitExceeded, SharedMemoryFull),
+    closed="no room to share segments; each rank reads by itself",
+    level=logging.WARNING,
+)
+RING = Way(
+    Stay.PRIVATE,
+    gives_up_on=(BytesNeeded,),
+    closed="building reads weights on the host; no ring",
+)
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,32 +76,50 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     source: Source
     maker: Maker
     dtype: object
-    asked: Asked
+    options: Options
     route: Route
     fit: Fit | None
     """Of its destination; None if it has none."""
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
-    workers: int | None
     progress: Progress
-    place: Place
-    linger: Linger
+    said: Said
+    """What the libraries have logged, which another build does not repeat."""
     inodes: set[Inode]
     """The inodes of all segments that were mapped for it."""
 
     def run(self) -> Any:
-        """Load by the best way that is possible, and return what was built."""
+        """Load by the first way that is open, and return what was built."""
         before = sys.exception()
         try:
-            if self.asked.tries_to_share and (made := self._by_shared_segments()) is not None:
-                return made
-            ring = self.route.open_ring(self.source)
-            if ring and (made := self._by_ring(ring)) is not None:
-                return made
-            return self._by_segments(self.asked.stay)
+            ways = self._ways()
+            way = next(ways)
+            while True:
+                try:
+                    return self._go(way)
+                except NotToBeCast:
+                    after, reason = way._replace(is_cast=False), ""
+                except way.gives_up_on as exc:
+                    after, reason = None, str(exc)
+                # Not in the blocks above: in them the exception keeps half-built models alive.
+                if after is None:
+                    self._note(way, reason)
+                way = after or next(ways)
         except BaseException as exc:
             self._release(exc, before)
             raise
+
+    def _ways(self) -> Iterator[Way]:
+        if self.options.tries_to_share:
+            yield SHARED if self.route.may_stream else SHARED._replace(gives_up_on=())
+        if ring := self.route.open_ring(self.source):
+            yield RING._replace(ring=ring)
+        yield Way(self.options.stay)
+
+    def _note(self, way: Way, reason: str) -> None:
+        if way.ring and self.route.destination:
+            self.route.destination.require_no_limit(self.source, reason)
+        logger.log(way.level, "%s: %s", self.source.given, way.closed)
 
     def _release(self, error: BaseException, before: BaseException | None) -> None:
         """Let go of all that was built, after an error: nothing stays mapped.
@@ -89,65 +134,26 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         if mappings(self.inodes):
             gc.collect()
 
-    def _by_segments(self, stay: Stay) -> Any:
-        """Load by segments; by ones with the stored dtypes if a cast turns out to be wrong."""
-        with contextlib.suppress(NotToBeCast):
-            return self._by_segments_once(stay)
-        raw = msgspec.structs.replace(self.route, is_bypassed=True)
-        return msgspec.structs.replace(self, route=raw)._by_segments_once(stay)
-
-    def _by_segments_once(self, stay: Stay) -> Any:
-        """Load by segments; shared ones stay until every rank on this host has attached them."""
-        with self._begin(stay) as (load, rules, source):
-            made = self._build(source, load, rules)
-            if stay is Stay.SHARED and local_world_size() > 1:
-                self.linger(load.holdings.segments())
-        return made
-
-    def _by_shared_segments(self) -> Any:
-        """Load by shared segments. If there is no room and a ring is possible, return None."""
-        try:
-            return self._by_segments(Stay.SHARED)
-        except (MemoryLimitExceeded, SharedMemoryFull):
-            if not self.route.may_stream:
-                raise
-        logger.warning(
-            "%s: no room to share segments; each rank reads by itself",
-            self.source.given,
-        )
-        return None
-
-    def _by_ring(self, ring: Ring) -> Any:
-        """Load by a ring and close it; return None if building reads weights on the host."""
-        try:
-            with ring, self._begin(Stay.PRIVATE, ring) as (load, rules, source):
-                return self._build(source, load, rules, ring)
-        except BytesNeeded as exc:
-            reason = str(exc)
-        # Not in the block above: in it the exception keeps the half-built models alive.
-        if self.route.destination:
-            self.route.destination.require_no_limit(self.source, reason)
-        logger.info("%s: building reads weights on the host; no ring", self.source.given)
-        return None
-
-    @contextlib.contextmanager
-    def _begin(self, stay: Stay, ring: Ring | None = None) -> Iterator[tuple[Load, Rules, Source]]:
-        """Begin a load by the likely rules, and import its classes while it decodes.
+    def _go(self, way: Way) -> Any:
+        """Begin a load by the likely rules, import its classes while it decodes, and build.
 
         To import them is most of a cold process's time. If they contradict those rules, or take
         other files, the load is discarded and begun again by the right ones.
-
-        Yields:
-            The load, which ends with the context, its rules, and the source as the classes take it.
         """
         steps = self.progress.steps
         is_cold = "diffusers" not in sys.modules
         expected = self.maker.foresee(self.source) or self.source
-        rules = self._rules(expected, self.maker.likely_rule)
-        with contextlib.ExitStack() as loads:
-            load = loads.enter_context(
-                self._open(expected, rules, stay, ring, parent_is_busy=is_cold)
-            )
+        rules = self._rules(expected, way, self.maker.likely_rule)
+        begin = functools.partial(
+            Load,
+            stay=way.stay,
+            progress=self.progress,
+            workers=self.options.workers,
+            ring=way.ring,
+            may_link=self.options.may_link,
+        )
+        with way.ring or contextlib.nullcontext(), contextlib.ExitStack() as loads:
+            load = loads.enter_context(begin(expected, rules, parent_is_busy=is_cold))
             doing = "importing diffusers, transformers and torch" if is_cold else ""
             with steps.during(Step.IMPORTING, doing):
                 taken = self.maker.import_classes(self.source)
@@ -156,37 +162,28 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             if self.fit:
                 self.fit.require(taken)
             with steps.during(Step.DERIVING_RULES):
-                certain = self._rules(taken, self.maker.rule)
+                certain = self._rules(taken, way, self.maker.rule)
             if (certain, _shards(taken)) != (rules, _shards(expected)):
                 load.discard()
-                if ring:
-                    ring.reset()
-                load = loads.enter_context(
-                    self._open(taken, certain, stay, ring, parent_is_busy=False)
-                )
-            yield load, certain, taken
+                if way.ring:
+                    way.ring.reset()
+                load = loads.enter_context(begin(taken, certain, parent_is_busy=False))
+            made = self._build(taken, load, certain, way)
+            # Shared segments stay until every rank on this host has attached them.
+            if way.stay is Stay.SHARED and local_world_size() > 1:
+                linger(load.holdings.segments())
+            return made
 
-    def _rules(self, source: Source, choose: Callable[[Checkpoint, object], Rule]) -> Rules:
-        return {
-            checkpoint.component: RAW if self.route.is_bypassed else choose(checkpoint, self.dtype)
-            for checkpoint in source.checkpoints
-        }
+    def _rules(
+        self, source: Source, way: Way, choose: Callable[[Checkpoint, object], Rule]
+    ) -> Rules:
+        if not way.is_cast or self.route.is_bypassed:
+            return dict.fromkeys(
+                (each.component for each in source.checkpoints), self.maker.uncast_rule
+            )
+        return {each.component: choose(each, self.dtype) for each in source.checkpoints}
 
-    def _open(
-        self, source: Source, rules: Rules, stay: Stay, ring: Ring | None, *, parent_is_busy: bool
-    ) -> Load:
-        return Load(
-            source,
-            rules,
-            stay=stay,
-            progress=self.progress,
-            parent_is_busy=parent_is_busy,
-            workers=self.workers,
-            ring=ring,
-            may_link=self.asked.may_link,
-        )
-
-    def _build(self, source: Source, load: Load, rules: Rules, ring: Ring | None = None) -> Any:
+    def _build(self, source: Source, load: Load, rules: Rules, way: Way) -> Any:
         """Build it and copy it to its devices."""
         # Not at the top: importing torch takes a second, while workers already decode.
         from shmload._building.build import Build
@@ -194,28 +191,30 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         destination = self.route.destination
         place = None
         if destination:
-            place = functools.partial(self._place, destination, load, ring)
+            place = functools.partial(self._place, destination, load, way.ring)
         self.inodes.update(load.holdings.inodes())
-        build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place)
+        build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place, self.said)
         with self.progress.steps.during(Step.BUILDING):
-            return build.run(verify=self.asked.verify)
+            return build.run(verify=self.options.verify, may_be_wrong=way.is_cast)
 
     def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
-        self.place(made, destination, load, ring)
+        # Not at the top: it imports torch.
+        from shmload._building.placing import place_models, place_pipeline
+
+        if self.maker.is_of_pipelines:
+            place_pipeline(made, destination, load, ring)
+        else:
+            place_models({"": self.maker.part(made, "")}, destination, load, ring)
 
 
 def load(
     source: Source,
     maker: Maker,
     dtype: object,
-    asked: Asked,
+    options: Options,
     kwargs: dict[str, Any],
     *,
     title: str,
-    workers: int | None,
-    progress: Callback | bool | None,
-    place: Place,
-    linger: Linger,
 ) -> Any:
     """Load a pipeline or a model; what `load_pipeline` and `load_model` have in common.
 
@@ -223,40 +222,32 @@ def load(
         source: as it was found.
         maker: of the pipeline or model.
         dtype: as given, without `auto` where the library does not know it.
-        asked: the arguments about memory and devices.
+        options: how to load.
         kwargs: for `from_pretrained`; changed.
         title: what the bar and the log call it.
-        workers: as given.
-        progress: as given.
-        place: copies what was built to its devices.
-        linger: keeps shared segments for other ranks.
     """
-    with whole_libraries(), paused_gc(), Progress(progress, title) as counter:
+    with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
         # Where only the class knows which components it takes, the others are not decoded. With a
         # limit, devices are chosen by the modules of what is taken.
-        if asked.is_bounded or maker.foresee(source) is None:
-            with counter.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
+        if options.is_bounded or maker.foresee(source) is None:
+            with progress.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
-        route = choose_route(source, dtype, asked, kwargs)
-        if maker.keeps_blocks:  # its rule knows what stays as it is
-            route = msgspec.structs.replace(route, is_bypassed=False)
+        route = choose_route(source, maker, dtype, options, kwargs)
         fit = None
         if route.destination:
             route.destination.require_present()
             fit = Fit(source, maker, dtype, kwargs, route.destination)
-            fit.require_early(counter.steps)
+            fit.require_early(progress.steps)
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
-            asked=asked,
+            options=options,
             route=route,
             fit=fit,
             kwargs=kwargs,
-            workers=workers,
-            progress=counter,
-            place=place,
-            linger=linger,
+            progress=progress,
+            said=said_here(),
             inodes=set(),
         )
         try:
@@ -267,7 +258,7 @@ def load(
             if hint and not isinstance(exc, ShmloadError):
                 exc.add_note(f"shmload: {hint}")
             raise
-    logger.info("%s: loaded: %s", title, counter.steps.describe())
+    logger.info("%s: loaded: %s", title, progress.steps.describe())
     return made
 
 

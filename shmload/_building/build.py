@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from shmload._building.connected import HANDED_ON_TOO, PREFIXES
 from shmload._building.effects import Message, say
 from shmload._building.keywords import FINDING_KEYWORDS
 from shmload._building.libraries import (
+    Said,
     empties,
     inside,
     is_emptied,
     libraries,
     require_undisturbed,
-    said_here,
 )
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.mapped import (
@@ -36,6 +35,7 @@ from shmload._building.mapped import (
 )
 from shmload._building.paths import PathRepair
 from shmload._building.pickling import Models
+from shmload._building.pipeline_maker import HANDED_ON_TOO, PREFIXES
 from shmload._building.queued import Request, ask
 from shmload._building.skeletons import (
     Skeleton,
@@ -78,6 +78,7 @@ class Build:
         kwargs: the other arguments of `from_pretrained`.
         place: copies what was built to its devices, after or while the bytes are decoded; None to
             leave it on the CPU.
+        said: what the libraries have logged in this call, which is not logged again.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Build:
         torch_dtype: object,
         kwargs: dict[str, Any],
         place: Callable[[Any], None] | None = None,
+        said: Said | None = None,
     ) -> None:
         self._source = source
         self._maker = maker
@@ -97,27 +99,43 @@ class Build:
         self._load = load
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
-        self._said = said_here()
+        self._said: Said = set() if said is None else said
         self._is_local = os.path.exists(source.given)
         # A model of the hub names its folder in the cache, as the library's own does.
         is_named = self._is_local or is_url(source.given)
         self._root = os.fspath(source.given) if is_named else str(source.root)
 
-    def run(self, *, verify: bool) -> Any:
+    def run(self, *, verify: bool, may_be_wrong: bool) -> Any:
         """Build the pipeline, if possible while its weights are being decoded.
+
+        Args:
+            verify: recompute the digest of every segment.
+            may_be_wrong: the rules may have the wrong dtypes. If not, they convert nothing.
 
         Raises:
             BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
+            NotToBeCast: the segments have the wrong dtypes.
         """
+        state = torch.get_rng_state()
+        try:
+            return self._run(verify=verify, may_be_wrong=may_be_wrong)
+        except (BytesNeeded, NotToBeCast):
+            # The libraries draw missing weights at random: the next build draws the same ones.
+            torch.set_rng_state(state)
+            raise
+
+    def _run(self, *, verify: bool, may_be_wrong: bool) -> Any:
         key = self.skeleton_key()
         found = skeleton_memo(key).read(is_use=True) if key else None
         pipe = self._build_around(found) if found else None
-        if pipe is not None:
-            self._finish(pipe, verify=verify)
-            return pipe
-        pipe, is_foreseen = self._build_models(verify=verify)
-        if key and is_foreseen and (found is None or found.should_be_made_again):
-            self._ask(key)
+        if pipe is None:
+            pipe = self._build_models()
+            if may_be_wrong and self._was_cast_wrongly(pipe):
+                self._require_no_stand_ins()
+                raise NotToBeCast
+            if key and may_be_wrong and (found is None or found.should_be_made_again):
+                self._ask(key)
+        self._finish(pipe, verify=verify)
         return pipe
 
     def build_ordinarily(self) -> Any:
@@ -200,30 +218,19 @@ class Build:
             )
         )
 
-    def _build_models(self, *, verify: bool) -> tuple[Any, bool]:
-        """Let the libraries build the whole pipeline.
-
-        Returns:
-            It, and whether its dtypes are as foreseen.
-        """
-        generator_state = torch.get_rng_state()
-        pipe = self._build_undisturbed(generator_state)
-        if self._was_cast_wrongly(pipe):
-            return self._build_undecoded(generator_state), False
-        self._finish(pipe, verify=verify)
-        return pipe, True
-
-    def _build_undisturbed(self, generator_state: torch.Tensor) -> Any:
-        """Build the pipeline; again if another thread's work has left its models empty.
+    def _build_models(self) -> Any:
+        """Let the libraries build it all; again if another thread has left its models empty.
 
         Raises:
             LibrariesDisturbed: they were empty each time, or torch stays changed.
         """
+        generator_state = torch.get_rng_state()
         for _ in range(_MOST_BUILDS):
             try:
                 pipe = self._build_early(self._load.holdings.unfinished_components())
                 if pipe is None:
-                    self._require_bytes()
+                    self._require_no_stand_ins()
+                    self._load.wait()
                     pipe = self._from_view()
             except (TypeError, NotImplementedError):  # the library met an empty parameter
                 if not empties():
@@ -238,27 +245,9 @@ class Build:
             torch.set_rng_state(generator_state)
         raise LibrariesDisturbed(str(self._source.given))
 
-    def _build_undecoded(self, generator_state: torch.Tensor) -> Any:
-        """Build the pipeline from the stored shards: the segments have the wrong dtypes."""
-        torch.set_rng_state(generator_state)
-        self._require_bytes()
-        if self._load.holdings.has_pointers:
-            raise NotToBeCast
-        pipe = self._from_view(decoded=False)
-        self._load.discard()
-        if self._place:
-            self._place(pipe)
-        return pipe
-
-    def _require_bytes(self) -> None:
-        """Wait until all bytes are decoded.
-
-        Raises:
-            BytesNeeded: the load has stand-ins, which get no bytes.
-        """
-        if self._load.holdings.hollow:
+    def _require_no_stand_ins(self) -> None:
+        if self._load.holdings.hollow:  # they get no bytes
             raise BytesNeeded
-        self._load.wait()
 
     def _build_early(self, unfinished: set[str]) -> Any:
         """Build the pipeline before all bytes are decoded; return None if that failed."""
@@ -306,22 +295,20 @@ class Build:
         self,
         models: Models | None = None,
         *,
-        decoded: bool = True,
         messages: Iterable[Message] = (),
     ) -> Any:
-        """Build the pipeline from a view.
+        """Build the pipeline from a view of the segments.
 
         Args:
             models: from a skeleton; they need no repair.
             messages: what the libraries said when they built these models.
-            decoded: the view leads to the segments; False: to the stored shards.
         """
         given = self._source.given
         # The libraries' loading is not thread-safe, nor is the repair of messages.
         with libraries(), contextlib.ExitStack() as lending:
             if not self._source.checkpoints and self._is_local:
                 return self._from_path(given, {})  # there are no other files to lend
-            view = lending.enter_context(View(self._source.root, self._files(decoded=decoded)))
+            view = lending.enter_context(View(self._source.root, self._files()))
             repair = PathRepair(view.path, self._root, given, self._said)
             if models:
                 repair.silence(_PASSED)
@@ -331,13 +318,13 @@ class Build:
                 repair.silence(_NO_CHECKER)
             with repair.in_messages():
                 say(messages)
-                made = self._from_path(str(view.path), models or {}, is_decoded=decoded)
+                made = self._from_path(str(view.path), models or {})
             repair.repair(made, but=(models or {}).values())
         return made
 
-    def _files(self, *, decoded: bool) -> dict[Path, Path]:
+    def _files(self) -> dict[Path, Path]:
         """Return the files that a view leads to in place of those in the source."""
-        files = self._load.holdings.files() if decoded else {}
+        files = self._load.holdings.files()
         if self._kwargs.get("variant") is None:
             return files
         # diffusers looks for files of variants with os.walk, which follows no link to a directory:
@@ -345,12 +332,10 @@ class Build:
         others = {path: path for path in weight_files(self._source)}
         return others | files
 
-    def _from_path(
-        self, path: str | os.PathLike[str], models: Models, *, is_decoded: bool = False
-    ) -> Any:
-        """Let the library build it from a directory; with segments in it, if it is decoded."""
+    def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
+        """Let the library build it from a directory."""
         kwargs = self._kwargs
-        if is_decoded and kwargs.get("use_safetensors") is False and has_none_else(self._source):
+        if kwargs.get("use_safetensors") is False and is_in_pickles(self._source):
             kwargs = {**kwargs, "use_safetensors": None}  # the segments of these are safetensors
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than

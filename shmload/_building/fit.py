@@ -14,8 +14,8 @@ from shmload._building.model_maker import is_left_to_library
 from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
 from shmload._devices.destination import Destination, is_on_the_host
 from shmload._devices.runtimes import may_have_accelerators
-from shmload._loading.headers import stored_sizes
-from shmload._loading.steps import Step, Steps
+from shmload._loading.progress import Step, Steps
+from shmload._loading.shard import stored_sizes
 from shmload._placement.device_map import STRATEGIES, devices_in, matches, parse_device
 from shmload._placement.header_tree import component_from_names
 from shmload._placement.inventory import (

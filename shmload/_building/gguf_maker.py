@@ -11,32 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from shmload._building.maker import as_torch, with_dtype
-from shmload._building.single_file import SingleFileMaker
+from shmload._building.single_file import SingleFileMaker, is_gguf
 from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._checkpoints.weights import has_blocks
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
-from shmload._loading.plan import Action, plan_shard
+from shmload._loading.plan import Action
+from shmload._loading.shard import OpenShard
 from shmload._loading.state_dict import wrap
 from shmload.errors.sources import needing
 
 
-def maker_of_gguf(
+def maker_of_file(
     wanted: object, path: str | os.PathLike[str], kwargs: Mapping[str, Any]
 ) -> SingleFileMaker:
-    """Return what makes a model of a GGUF file.
+    """Return what makes a model of a file of weights.
 
     Args:
         wanted: the class, as for `SingleFileMaker`.
         path: of the file.
-        kwargs: for `from_single_file`. With a `quantization_config` the weights stay quantised.
+        kwargs: for `from_single_file`. With a `quantization_config` the weights of a GGUF file stay
+            quantised.
 
     Raises:
         ArgumentError: as `SingleFileMaker`.
     """
+    if not is_gguf(path):
+        return SingleFileMaker(wanted)
     if kwargs.get("quantization_config"):
         return BlocksMaker(wanted, path, kwargs["quantization_config"])
     return FloatsMaker(wanted)
@@ -45,11 +49,7 @@ def maker_of_gguf(
 class FloatsMaker(SingleFileMaker):
     """Makes an ordinary model of weights that workers have dequantised."""
 
-    def _weights(self, path: str | os.PathLike[str]) -> Any:
-        """Return the path of a segment, or what the file itself has, dequantised to float32."""
-        if not has_blocks(path):
-            return path
-        return _dequantise(path)
+    uncast_rule = Rule(target="F32", is_widening=True)
 
 
 class BlocksMaker(SingleFileMaker):
@@ -93,9 +93,8 @@ class BlocksMaker(SingleFileMaker):
         return Rule(target=wanted_dtype(dtype, ""), keeps_blocks=True)
 
     def _is_warm(self) -> bool:
-        with Descriptor(open_source(self._path)) as file:
-            raw = plan_shard("", self._path, file.fd, RAW, keep=True).plan
-        return raw.action is Action.ATTACH
+        with OpenShard("", self._path, RAW, keep=True) as raw:
+            return raw.plan.action is Action.ATTACH
 
     def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
         """Let diffusers build it of mapped tensors.
@@ -107,8 +106,6 @@ class BlocksMaker(SingleFileMaker):
 
         given = with_dtype(kwargs, dtype)
         target: Any = as_torch(dtype)
-        if has_blocks(path):  # the file itself: its tensors must not be cast before
-            return self._class.from_single_file(os.fspath(path), **given)
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)
             with Joins(segment.fd), Movement(path, target or self._compute_dtype) as movement:
@@ -140,20 +137,6 @@ class BlocksMaker(SingleFileMaker):
                 tensor = GGUFParameter(tensor.view(torch.uint8), quant_type=kind)
             found[spec.name] = tensor
         return found
-
-
-def _dequantise(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the floats of a GGUF file; they are private to this process."""
-    import gguf
-    import torch
-
-    found = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        # The last dimension comes first.
-        shape = tuple(map(int, reversed(tensor.shape)))
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        found[tensor.name] = torch.from_numpy(values.copy()).view(shape)
-    return found
 
 
 def _refuse(name: str, kind: Any, supported: Any) -> ValueError:

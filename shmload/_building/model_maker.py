@@ -1,18 +1,23 @@
 """Makes single models of diffusers and transformers."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shmload._building.classes import find_class_named, require_installed
 from shmload._building.compat import class_mapped, dtype_keyword
-from shmload._building.maker import Maker, as_torch
+from shmload._building.keywords import require_taken_by_model
+from shmload._building.maker import Maker, as_torch, find_class_named, require_installed
+from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
+from shmload._checkpoints.wanted import Wanted
 from shmload.errors import ArgumentError
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -57,6 +62,30 @@ class ModelMaker(Maker):
                 full_name = f"{library.__name__}.{name}"
                 return full_name if full_name in _IN_BOTH else name
         return None
+
+    def find(
+        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
+    ) -> tuple[Source, object]:
+        """Find the model."""
+        found = find_model(wanted, kwargs)
+        with whole_libraries():
+            require_taken_by_model(kwargs, function, lambda: self.find_class_made(found))
+        return found, self._settle_dtype(wanted, found)
+
+    def _settle_dtype(self, wanted: Wanted, source: Source) -> object:
+        """Return the dtype, with a name in place of `auto` for a model of diffusers.
+
+        diffusers itself takes float32 for any text.
+        """
+        libraries = {checkpoint.library for checkpoint in source.checkpoints}
+        is_auto = isinstance(wanted.dtype, str) and wanted.dtype == AUTO
+        if not is_auto or "transformers" in libraries:
+            return wanted.dtype
+        if "diffusers" not in libraries:  # its files do not tell; the class does
+            with whole_libraries():
+                if not self.makes_diffusers(source, wanted.hub.subfolder):
+                    return wanted.dtype
+        return most_common_dtype(source, source.root / (wanted.hub.subfolder or ""))
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source, if a class is to be found by its name; None if the class is here."""
@@ -104,11 +133,6 @@ class ModelMaker(Maker):
         """
         asked = self.find_class(source)
         return _class_made(asked, source) or asked
-
-    @property
-    def class_name(self) -> str:
-        """What the caller has called the class."""
-        return getattr(self._wanted, "__name__", str(self._wanted))
 
     def makes_diffusers(self, source: Source, subfolder: str | None) -> bool:
         """Tell whether the class makes a model of diffusers; it imports the libraries.

@@ -23,7 +23,7 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
-from shmload._loading.headers import stored_sizes, stored_tensors
+from shmload._loading.shard import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of
 

@@ -2,19 +2,28 @@
 
 import inspect
 import os
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from shmload._building.classes import find_class_named, require_installed
-from shmload._building.compat import class_for_task, connected_class
-from shmload._building.keywords import CHOOSING_KEYWORDS
-from shmload._building.maker import Maker, with_dtype
-from shmload._checkpoints.resolve import Source
+from shmload._building.compat import class_for_task, connected_class, takes_connected
+from shmload._building.keywords import CHOOSING_KEYWORDS, FINDING_KEYWORDS, require_taken
+from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
+from shmload._checkpoints.hub import find_source
+from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.rule import library_versions
+from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.weights import has_variant
+from shmload._host.descriptors import Descriptor
+from shmload._host.files import open_source
 from shmload._host.memo import Memo
-from shmload.errors import ArgumentError
+from shmload.errors import ArgumentError, ShmloadError, SourceNotFound
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -32,7 +41,6 @@ class PipelineMaker(Maker):
     Args:
         wanted: a class of pipelines, one of diffusers' that choose one (`AutoPipelineFor...`), its
             name, or None.
-        left_out: names of components that shmload leaves out: `None` is passed for them.
 
     Raises:
         ArgumentError: `wanted` is a class that loads no pipelines.
@@ -40,11 +48,10 @@ class PipelineMaker(Maker):
 
     is_of_pipelines = True
 
-    def __init__(self, wanted: object, left_out: Collection[str] = ()) -> None:
+    def __init__(self, wanted: object) -> None:
         if wanted is not None and not isinstance(wanted, str):
             _require_pipeline_class(wanted)
         self._wanted = wanted
-        self.left_out = left_out
         self._class: Any = None
         self._source_class = ""
 
@@ -57,6 +64,19 @@ class PipelineMaker(Maker):
 
         name = str(getattr(self._wanted, "__name__", ""))
         return name if getattr(diffusers, name, None) is self._wanted else None
+
+    def find(
+        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
+    ) -> tuple[Source, object]:
+        """Find the pipeline; None is passed for the components that are not wanted."""
+        found = _find_pipeline(wanted, kwargs)
+        if wanted.components is not None:
+            with_weights = components_with_weights(found)
+            self.left_out = with_weights.difference(wanted.components, kwargs)
+        with whole_libraries():
+            require_taken(kwargs, found, function, self.find_class)
+        kwargs.update(dict.fromkeys(self.left_out))
+        return found, settle_dtype(wanted.dtype, found, kwargs)
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source as the class will take it; None where only the class can tell."""
@@ -188,6 +208,26 @@ class PipelineMaker(Maker):
         return components_by_name(made)
 
 
+def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> Source:
+    if kwargs.get("dduf_file") and os.path.isdir(wanted.source):
+        # One file in place of a directory. Releases of diffusers differ: they load it or refuse.
+        root = Path(wanted.source)
+        nothing: dict[str, Any] = {"class_name": "", "components": (), "checkpoints": ()}
+        return Source(given=wanted.source, root=root, **nothing)
+    found = find_source(wanted, kwargs)
+    if not found.is_pipeline:
+        raise SourceNotFound(
+            wanted.source,
+            "not a pipeline (no model_index.json); use load_model for a model, and "
+            "load_state_dict or view for files",
+        )
+    variant = wanted.variant
+    if variant and not any(has_variant(found.root / name, variant) for name in found.components):
+        # The library refuses it: nothing is to be decoded, nor room to be asked for.
+        found = msgspec.structs.replace(found, checkpoints=())
+    return found
+
+
 def without_others(source: Source, taken: Collection[str] | None) -> Source:
     """Leave out the components that are not taken; None takes all."""
     if taken is None:
@@ -255,3 +295,66 @@ def _remember_parts(class_name: str, names: Collection[str] | None) -> None:
 
 def _parts_memo(class_name: str) -> Memo[ClassParts]:
     return Memo("classes", ClassParts, (library_versions(), class_name))
+
+
+# Connected sources -------------------------------------------------------------------------------
+
+# Kandinsky, Stable Cascade and Wuerstchen keep a decoder and its prior in two repositories. The
+# card of the decoder's names the other one, and `from_pretrained` of a combined class loads it in
+# its middle. Components of it that are passed in are not loaded again.
+PREFIXES = ("prior_",)
+HANDED_ON_TOO = "Keyword arguments {'prior_"
+"""The beginning of diffusers' warning: it hands these components on under this name, too."""
+_CARD = "README.md"
+_MAX_CARD_NBYTES = 1 << 20
+_NAMES_A_PRIOR = re.compile(r"\A---[^\S\n]*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
+# What `from_pretrained` hands on to the other source's.
+_HANDED_ON = FINDING_KEYWORDS - {"subfolder"}
+
+
+class Connected(NamedTuple):
+    """A source whose components a combined pipeline takes too."""
+
+    source: str
+    """A directory or a hub id, as the card names it."""
+    prefix: str
+    """Before the names of its components in the combined pipeline, such as `prior_`."""
+    kwargs: dict[str, Any]
+    """For its `from_pretrained`, beside dtype and devices."""
+
+
+def connected_to(
+    source: Source, maker: PipelineMaker, kwargs: Mapping[str, Any]
+) -> Connected | None:
+    """Return what is connected to a pipeline's source; None if its class takes no more than that.
+
+    It imports diffusers only if the source's card names a prior.
+
+    Args:
+        source: as it was found.
+        maker: of the pipeline.
+        kwargs: for `from_pretrained`.
+    """
+    try:
+        with Descriptor(open_source(source.root / _CARD)) as file:
+            content = os.pread(file.fd, _MAX_CARD_NBYTES, 0)
+            names_one = _NAMES_A_PRIOR.match(content.decode(errors="replace"))
+    except (OSError, ShmloadError):
+        return None  # there is none, as almost everywhere; what cannot be read the library reports
+    if not names_one or not takes_connected(maker.class_chosen(source, kwargs)):
+        return None
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(source.root / _CARD).data
+    for prefix in PREFIXES:
+        named = getattr(card, prefix.removesuffix("_"), None)
+        # A URL came with somebody else's model, and would use this user's credentials.
+        if named and not is_url(str(named[0])):
+            handed_on = {key: value for key, value in kwargs.items() if key in _HANDED_ON}
+            own = {
+                key.removeprefix(prefix): value
+                for key, value in kwargs.items()
+                if key.startswith(prefix)
+            }
+            return Connected(str(named[0]), prefix, handed_on | own)
+    return None

@@ -3,14 +3,13 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from shmload._building.classes import name_class
-from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
+from shmload._building.maker import name_class
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.own_dtypes import settle_dtype
@@ -48,19 +47,17 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         Raises:
             ArgumentError: no other process can import the class.
         """
-        given, hub = os.fspath(wanted.source), wanted.hub
-        components = wanted.components
+        dtype = settle_dtype(wanted.dtype, found)
+        settled: Any = msgspec.structs.replace(wanted, dtype=dtype).settled()
         return cls(
-            # The receiver of the handle may have another working directory.
-            source=os.path.abspath(given) if os.path.exists(given) else given,
-            dtype=_dtype_names(settle_dtype(wanted.dtype, found)),
-            # Sorted: equal handles must have equal texts, and a set has no order.
-            components=None if components is None else tuple(sorted(set(components))),
-            variant=wanted.variant,
+            source=settled.source,
+            dtype=settled.dtype,
+            components=settled.components,
+            variant=settled.variant,
             pipeline_class=_class_name(pipeline_class),
-            revision=hub.revision,
-            cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
-            identity=identity_of(found, components),
+            revision=settled.hub.revision,
+            cache_dir=settled.hub.cache_dir,
+            identity=identity_of(found, settled.components),
         )
 
     @property
@@ -86,13 +83,6 @@ def _class_name(pipeline_class: object) -> str | None:
     import diffusers  # which has been imported to make the class
 
     return name_class(pipeline_class, "pipeline_class", diffusers)
-
-
-def _dtype_names(dtype: object) -> Any:
-    """Return names in place of dtypes, alone or in a dict by component."""
-    if isinstance(dtype, Mapping):
-        return {name: _dtype_names(each) for name, each in sorted(dtype.items())}
-    return None if dtype is None else TORCH_NAMES[parse_dtype(dtype)]
 
 
 def identity_of(source: Source, components: Collection[str] | None) -> str:

@@ -7,11 +7,14 @@ from typing import Any, Literal
 import msgspec
 
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
+from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
-from shmload._checkpoints.resolve import Source, has_none_else
+from shmload._checkpoints.resolve import Source, is_in_pickles
+from shmload._checkpoints.wanted import require_bools
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.ways import Pin
+from shmload._loading.progress import Callback
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
@@ -43,8 +46,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         return self.destination.open_ring(source) if self.destination and self.may_stream else None
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments about memory and devices; each as `load_pipeline` takes it."""
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How to load; each as `load_pipeline` takes it."""
 
     device_map: object
     max_memory: Mapping[Any, object] | None
@@ -52,7 +55,25 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     pin: Pin
     keep: Keep
     share: bool | None
+    workers: int | None
     verify: bool
+    progress: Callback | bool | None
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither True nor False.
+
+        Raises:
+            ArgumentError: an argument is of another type.
+        """
+        is_kept = True if self.keep == CONVERTED else self.keep
+        is_shared = False if self.share is None else self.share
+        require_bools(keep=is_kept, share=is_shared, verify=self.verify)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """All but `keep` and `pin`, by name."""
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if name not in ("keep", "pin")}
 
     @property
     def is_bounded(self) -> bool:
@@ -76,14 +97,17 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return self.keep == CONVERTED
 
 
-def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, Any]) -> Route:
+def choose_route(
+    source: Source, maker: Maker, dtype: object, options: Options, kwargs: dict[str, Any]
+) -> Route:
     """Decide how weights travel.
 
     Args:
         source: the pipeline or model, as its class takes it if memory of the host is limited: a
             strategy then decides by its components.
+        maker: of it.
         dtype: as given to `load_pipeline`.
-        asked: what the caller asks.
+        options: how to load.
         kwargs: for `from_pretrained`. `device_map` and `max_memory` go in if the library copies the
             weights; `offload_folder` comes out if shmload does.
 
@@ -91,35 +115,38 @@ def choose_route(source: Source, dtype: object, asked: Asked, kwargs: dict[str, 
         ArgumentError: an argument is wrong, or does not go with another.
         DoesNotFit: as `place`.
     """
-    destination = _parse_destination(source, asked, kwargs)
-    is_unread = kwargs.get("use_safetensors") is False and not has_none_else(source)
+    destination = _parse_destination(source, options, kwargs)
+    is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
     is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
-    keeps_nothing = asked.stay is Stay.PRIVATE and not (asked.verify or is_bypassed)
-    if asked.is_bounded:
+    keeps_nothing = options.stay is Stay.PRIVATE and not (options.verify or is_bypassed)
+    if options.is_bounded:
         destination = _bound(destination if keeps_nothing else None, source, dtype)
     return Route(
         destination=destination,
-        is_bypassed=is_bypassed,
+        # The rule of a maker that keeps blocks knows what stays as it is.
+        is_bypassed=is_bypassed and not maker.keeps_blocks,
         may_stream=keeps_nothing and destination is not None,
     )
 
 
-def require_readable(asked: Asked, kwargs: Mapping[str, Any]) -> None:
+def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
     """Check what can be wrong with the devices whatever the source is: before a download.
 
     Args:
-        asked: what the caller asks.
-        kwargs: for `from_pretrained`.
+        options: how to load.
+        kwargs: for `from_pretrained`; changed.
 
     Raises:
         ArgumentError: a value is not valid, or two of them exclude each other.
         DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
     """
-    _require_map(asked)
-    if asked.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
+    # It asks for large reads instead of page faults. The workers read so in any case.
+    kwargs.pop("disable_mmap", None)
+    _require_map(options)
+    if options.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
         return
     # A folder counts later, if the weights are not quantised: then the library has them.
-    _destination(asked, kwargs.get("offload_folder", "")).require_present()
+    _destination(options, kwargs.get("offload_folder", "")).require_present()
 
 
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
@@ -131,37 +158,39 @@ def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-def _parse_destination(source: Source, asked: Asked, kwargs: dict[str, Any]) -> Destination | None:
+def _parse_destination(
+    source: Source, options: Options, kwargs: dict[str, Any]
+) -> Destination | None:
     """Return where the weights go; None if they stay, or if the library copies them.
 
     Raises:
         ArgumentError: an argument is wrong, or does not go with another.
     """
-    _require_map(asked)
-    if asked.device_map is None:
+    _require_map(options)
+    if options.device_map is None:
         return None
     if is_quantised(source, kwargs):
         # Weights are quantised on the device that they go to, and only the library can move them.
-        kwargs["device_map"] = asked.device_map
-        if asked.max_memory is not None:
-            kwargs["max_memory"] = asked.max_memory
+        kwargs["device_map"] = options.device_map
+        if options.max_memory is not None:
+            kwargs["max_memory"] = options.max_memory
         return None
-    return _destination(asked, kwargs.pop("offload_folder", None), source.components)
+    return _destination(options, kwargs.pop("offload_folder", None), source.components)
 
 
-def _require_map(asked: Asked) -> None:
-    if asked.device_map is None and asked.max_memory is not None:
+def _require_map(options: Options) -> None:
+    if options.device_map is None and options.max_memory is not None:
         raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
 
 
 def _destination(
-    asked: Asked, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
+    options: Options, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
 ) -> Destination:
     return Destination(
-        device_map=asked.device_map,
-        max_memory=asked.max_memory,
-        max_host_nbytes=parse_max_host_memory(asked.max_host_memory),
-        pin=asked.pin,
+        device_map=options.device_map,
+        max_memory=options.max_memory,
+        max_host_nbytes=parse_max_host_memory(options.max_host_memory),
+        pin=options.pin,
         offload_folder=offload_folder,
         order=order,
     )

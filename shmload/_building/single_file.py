@@ -14,18 +14,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shmload._building.classes import find_class_named, require_installed
 from shmload._building.keywords import FILE_KEYWORDS
-from shmload._building.maker import Maker, as_torch, with_dtype
-from shmload._checkpoints.formats.known import format_named
+from shmload._building.maker import Maker, as_torch, find_class_named, require_installed, with_dtype
+from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.formats.gguf import GGUF
+from shmload._checkpoints.formats.known import detect_format, format_named
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
+from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule, wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import why_file_is_unread
+from shmload._host.descriptors import Descriptor
+from shmload._host.files import open_source
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
 
 _METHOD = "from_single_file"
@@ -49,6 +53,18 @@ def bring_single_file(wanted: Wanted) -> Wanted:
     """
     found = bring_file(str(wanted.source), wanted.hub) if is_url(wanted.source) else None
     return msgspec.structs.replace(wanted, source=found) if found else wanted
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a file is in GGUF, whatever its name.
+
+    Raises:
+        ShardUnreadable: it cannot be opened or read.
+    """
+    if is_url(path):
+        return False
+    with Descriptor(open_source(Path(path))) as file:
+        return detect_format(file.fd, path) is GGUF
 
 
 def find_single_file(wanted: Wanted) -> Source:
@@ -76,19 +92,6 @@ def find_single_file(wanted: Wanted) -> Source:
     return found
 
 
-def settle_single_dtype(dtype: object, source: Source) -> object:
-    """Return the dtype of a file's models, with a name in place of `auto`.
-
-    Raises:
-        ArgumentError: it is a dict: a file's models get one dtype.
-    """
-    if isinstance(dtype, Mapping):
-        raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
-    if isinstance(dtype, str) and dtype == "auto":
-        return most_common_dtype(source)
-    return dtype
-
-
 class SingleFileMaker(Maker):
     """Makes a model by the `from_single_file` of a class.
 
@@ -107,6 +110,18 @@ class SingleFileMaker(Maker):
             _require_method(wanted, self.argument)
         self._wanted = wanted
         self._class: Any = None
+
+    def find(
+        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
+    ) -> tuple[Source, object]:
+        """Find the file."""
+        found = find_single_file(wanted)
+        if self.is_of_pipelines and is_gguf(wanted.source):
+            # What the library makes of it is its own business.
+            found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
+        with whole_libraries():
+            self.require_taken(kwargs, function)
+        return found, self.settle_dtype(wanted.dtype, found)
 
     def import_classes(self, source: Source) -> Source:
         """Import the class, and the module that builds by it.
@@ -163,7 +178,11 @@ class SingleFileMaker(Maker):
         Raises:
             ArgumentError: it is a dict: a file's models get one dtype.
         """
-        return settle_single_dtype(dtype, source)
+        if isinstance(dtype, Mapping):
+            raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
+        if isinstance(dtype, str) and dtype == AUTO:
+            return most_common_dtype(source, source.root)
+        return dtype
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of all classes; without a dtype their models have float32."""
@@ -183,13 +202,9 @@ class SingleFileMaker(Maker):
         given = with_dtype(kwargs, dtype)
         target: Any = as_torch(dtype)
         with Movement(path, target or torch.float32) as movement:
-            made = getattr(self._class, _METHOD)(self._weights(path), **given)
+            made = getattr(self._class, _METHOD)(path, **given)
         self.computed = movement.computed
         return made
-
-    def _weights(self, path: str | os.PathLike[str]) -> Any:
-        """Return what to give to `from_single_file`: the path of a segment, or of the file."""
-        return path
 
 
 class SinglePipelineMaker(SingleFileMaker):
@@ -197,8 +212,8 @@ class SinglePipelineMaker(SingleFileMaker):
 
     Args:
         wanted: the class, its name in diffusers, or None for the one that `config` names.
+        file: what to load.
         config: as for `from_single_file`.
-        hub: where to look for `config` if it is a hub id.
 
     Raises:
         ArgumentError: `wanted` is a class that loads no single files, or nothing names a class.
@@ -207,8 +222,14 @@ class SinglePipelineMaker(SingleFileMaker):
     is_of_pipelines = True
     argument = "pipeline_class"
 
-    def __init__(self, wanted: object, config: object, hub: Hub) -> None:
-        super().__init__(_class_name_in(config, hub) if wanted is None else wanted)
+    def __init__(self, wanted: object, file: Wanted, config: object) -> None:
+        if wanted is None and is_gguf(file.source):
+            raise ArgumentError(
+                f"{file.source} is a GGUF file, which has one model and no pipeline; load it by "
+                "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give "
+                "it to load_pipeline beside the pipeline's directory, such as transformer=model"
+            )
+        super().__init__(_class_name_in(config, file.hub) if wanted is None else wanted)
 
     def part(self, made: Any, component: str) -> Any:
         """Return None: which of the models come from the file is known to diffusers alone."""

@@ -6,7 +6,8 @@ values lie in blocks, and a block is dequantised as a whole. A segment has the b
 floats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shmload.errors import ArgumentError, UnknownDtype
 
@@ -155,6 +156,19 @@ def parse_dtype(dtype: object) -> str:
     if found is None:
         raise UnknownDtype(dtype, [*_BY_TORCH_NAME, AUTO], ("bf16", "fp16", "fp32"))
     return found
+
+
+def torch_names(dtype: object) -> Any:
+    """Return torch's names in place of dtypes, alone or in a dict by component; `auto` stays.
+
+    Raises:
+        UnknownDtype: a name is not that of a dtype.
+    """
+    if isinstance(dtype, Mapping):
+        return {str(name): torch_names(each) for name, each in sorted(dtype.items())}
+    if dtype is None or (isinstance(dtype, str) and dtype == AUTO):
+        return dtype
+    return TORCH_NAMES[parse_dtype(dtype)]
 
 
 def unit_nbytes(source: str, target: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
+from shmload._checkpoints.dtypes import torch_names
 from shmload._wording import nearest_name
 from shmload.errors import ArgumentError, SourceNotFound, UnknownArgument
 
@@ -133,6 +134,25 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """A short name of the source, for people."""
         return os.path.basename(os.path.normpath(self.source)) or str(self.source)
+
+    def settled(self) -> Self:
+        """Return it as texts that mean the same to any process; equal if the same is wanted.
+
+        Raises:
+            UnknownDtype: a name is not that of a dtype.
+        """
+        given, components = os.fspath(self.source), self.components
+        cache_dir = self.hub.cache_dir
+        hub = msgspec.structs.replace(
+            self.hub, cache_dir=None if cache_dir is None else os.path.abspath(cache_dir)
+        )
+        return msgspec.structs.replace(
+            self,
+            source=os.path.abspath(given) if os.path.exists(given) else given,
+            dtype=torch_names(self.dtype),
+            components=None if components is None else tuple(sorted(set(components))),
+            hub=hub,
+        )
 
     @classmethod
     def parse(

@@ -164,7 +164,7 @@ def move(pipe: "DiffusionPipeline", device: str, place: int) -> None:
         device = f"cuda:{place % count}"
     if device == CPU:
         return
-    from shmload.integrations.placing import place_pipeline
+    from shmload._building.placing import place_pipeline
 
     if device.startswith("cuda"):
         if not torch.cuda.is_available():

@@ -258,11 +258,6 @@ class Holdings:
         }
 
     @property
-    def has_pointers(self) -> bool:
-        """Whether a shard is an object elsewhere, and its file only points to it."""
-        return any(shard.is_pointer for shard in self._shards)
-
-    @property
     def is_empty(self) -> bool:
         """Whether no shard needs a segment."""
         return not self._held

@@ -27,9 +27,9 @@ from shmload._host.procfs import mappings_below
 from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
-from shmload._loading.progress import Progress
+from shmload._loading.progress import Progress, Step
 from shmload._loading.shard import OpenShard
-from shmload._loading.steps import Step
+from shmload._segments.acquire import Awaited
 from shmload._segments.eviction import group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.metadata import source_text

@@ -1,12 +1,16 @@
-"""What a load shows while it lasts: a bar on a terminal, a program's callback, or log lines."""
+"""What a load shows while it lasts: a bar, a program's callback, or log lines; and its steps.
 
+A step counts the time that it takes, and says a word if it takes long.
+"""
+
+import contextlib
+import enum
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
-from shmload._loading.steps import Steps
 from shmload._wording import format_nbytes, logger_of, printing
 
 Callback = Callable[[int, int], None]
@@ -15,6 +19,80 @@ Callback = Callable[[int, int], None]
 # Its lines replace a bar where there is no terminal.
 logger = logger_of("shmload.progress")
 _LINE_INTERVAL_S = 10.0
+# A shorter wait needs no word.
+_SILENCE_S = 1.0
+
+
+class Step(enum.Enum):
+    """What a load does; the value is what a report calls it."""
+
+    IMPORTING = "imports"
+    DERIVING_RULES = "dtype rules"
+    MAKING_ROOM = "making room"
+    WAITING = "waiting for other processes"
+    UNPICKLING = "unpickling"
+    READING = "reading"
+    BUILDING = "building"
+
+
+def describe_times(elapsed_s: Mapping[Step, float]) -> str:
+    """Write the time of each step that took a tenth of a second or more; may be empty."""
+    return ", ".join(
+        f"{step.value} {each:.1f} s" for step, each in elapsed_s.items() if each >= 0.1
+    )
+
+
+class Steps:
+    """Adds up the time of each step. Several threads may be in steps of one load.
+
+    Args:
+        say: called, in a thread of its own, with the words for a step that has lasted a second.
+            It returns False if they were not needed yet; they are offered again a second later.
+    """
+
+    def __init__(self, say: Callable[[str], bool]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._elapsed_s = dict.fromkeys(Step, 0.0)
+
+    @contextlib.contextmanager
+    def during(self, step: Step, doing: str = "") -> Iterator[None]:
+        """Count the block's time for a step.
+
+        Args:
+            step: the step.
+            doing: what to say if it takes long, such as `importing diffusers`; empty for nothing.
+        """
+        has_ended = threading.Event()
+        teller = None
+        if doing:
+            teller = threading.Thread(
+                target=self._tell, args=(doing, has_ended), name="shmload-steps", daemon=True
+            )
+            teller.start()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            elapsed_s = time.monotonic() - began
+            has_ended.set()
+            if teller:
+                teller.join()
+            with self._lock:
+                self._elapsed_s[step] += elapsed_s
+
+    def elapsed_s(self, step: Step) -> float:
+        """Return the time in a step so far, in seconds."""
+        return self._elapsed_s[step]
+
+    def describe(self) -> str:
+        """Return the time of each step that took a tenth of a second or more; may be empty."""
+        return describe_times(self._elapsed_s)
+
+    def _tell(self, doing: str, has_ended: threading.Event) -> None:
+        while not has_ended.wait(_SILENCE_S):
+            if self._say(doing):
+                return
 
 
 class Progress:

@@ -1,20 +1,32 @@
-"""Shards that are open for a load."""
+"""Shards that are open for a load: each one's file, and what its header alone tells to do with it.
+
+No weights are read here.
+"""
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shmload._checkpoints.quantised import are_quantised
+from shmload._checkpoints.dtypes import converted_nbytes
+from shmload._checkpoints.formats.known import detect_format, read_header
+from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.identity import identify
+from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.remote import pointed_object
 from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
-from shmload._loading.plan import Action, plan_shard
+from shmload._host.procfs import is_remote
+from shmload._host.shm import shm_nbytes
+from shmload._loading.plan import Action, ShardPlan
 from shmload._loading.unpacking import unpack
-from shmload._segments.layout import Layout
+from shmload._segments.layout import Layout, lay_out, needs_conversion
+from shmload._segments.metadata import make_metadata
+from shmload._segments.names import segment_name
 from shmload._segments.part import Hollow, Part
 
 
@@ -31,7 +43,8 @@ class OpenShard(Descriptor):
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
-        CheckpointError: it cannot be opened, or its header is wrong.
+        CheckpointError: it cannot be opened, its header is wrong, or nothing dequantises it.
+        LibraryMissing: the package that dequantises is not installed.
     """
 
     def __init__(
@@ -45,18 +58,44 @@ class OpenShard(Descriptor):
     ) -> None:
         super().__init__(open_source(path))
         self._copy = Descriptor(-1)
+        self._piece_nbytes = piece_nbytes
         try:
-            planned = plan_shard(
-                component, path, self.fd, rule, keep=keep, piece_nbytes=piece_nbytes
-            )
+            self._plan(component, path, rule, keep=keep)
         except BaseException:
             self.close()
             raise
-        self.plan = planned.plan
-        self.source = planned.source
-        self._lay_out = planned.lay_out
-        self.leaves_casts = planned.leaves_casts
-        self.header = planned.header
+
+    def _plan(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
+        self.source = os.fstat(self.fd)
+        """The result of fstat before the header was read."""
+        file_format = detect_format(self.fd, path)
+        self.header = header = file_format.read_header(self.fd, path)
+        identity = identify(path, self.source)
+        # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
+        is_cast = needs_conversion(header, rule) and not are_quantised([header])
+        self._applied = applied = rule if is_cast else RAW
+        self._metadata = make_metadata(identity.path, identity.key, applied.text)
+        self.leaves_casts = any(rule.leaves_cast(tensor, applied) for tensor in header.tensors)
+        """Whether the library certainly casts some of its tensors."""
+        name = segment_name(identity, applied.text)
+        action, nbytes = Action.ATTACH, shm_nbytes(name) or 0
+        if not nbytes:
+            may_link = file_format.can_be_linked and applied == RAW and not keep
+            if may_link and not is_remote(self.source.st_dev):
+                action = Action.LINK
+            else:
+                require_dequantised(path, header.tensors, applied)
+                action, nbytes = Action.DECODE, self.layout.nbytes
+        self.plan = ShardPlan(
+            component=component,
+            path=path,
+            action=action,
+            segment=name,
+            conversion=applied.text,
+            tensors=len(header.tensors),
+            read_nbytes=header.data_nbytes,
+            segment_nbytes=nbytes,
+        )
 
     def close(self) -> None:
         """Close the file, and free the unpickled copy; a second call does nothing."""
@@ -67,20 +106,15 @@ class OpenShard(Descriptor):
         """Free the unpickled copy, if there is one; a second call does nothing."""
         self._copy.close()
 
-    @property
+    @functools.cached_property
     def layout(self) -> Layout:
-        """What its segment has; planned when it is first asked for."""
-        return self._lay_out()
+        """What its segment has; a load that attaches it needs no layout."""
+        return lay_out(self.header, self._applied, self._metadata, self._piece_nbytes)
 
     @property
     def is_link(self) -> bool:
         """Whether the library maps the file directly."""
         return self.plan.action is Action.LINK
-
-    @property
-    def is_pointer(self) -> bool:
-        """Whether the file only points to the shard, an object elsewhere."""
-        return pointed_object(self.fd) is not None
 
     @property
     def copy_nbytes(self) -> int:
@@ -147,3 +181,24 @@ def open_checkpoint(
             return open_checkpoint(checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
         opened.pop_all()
         return shards
+
+
+def stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+    """Yield the tensors of all shards.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
+    for path in checkpoint.shards:
+        with Descriptor(open_source(path)) as file:
+            yield from read_header(file.fd, path).tensors
+
+
+def stored_sizes(checkpoint: Checkpoint, rule: Rule) -> Iterator[tuple[str, int]]:
+    """Yield name and size of each tensor, in bytes, with the dtype that a rule gives it.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
+    for tensor in stored_tensors(checkpoint):
+        yield tensor.name, converted_nbytes(tensor.nbytes, tensor.dtype, rule(tensor))

@@ -1,4 +1,10 @@
-"""The first step of a load: find the source, check the arguments, derive its dtype rules."""
+"""The loads of `warm`, `view` and others, which are complete before their caller uses them.
+
+First the source is found, and its dtype rules are derived.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -11,7 +17,9 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule, is_known, rule_for
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
-from shmload._loading.steps import Step, Steps
+from shmload._loading.load import Load
+from shmload._loading.progress import Progress, Step, Steps
+from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceNotFound
 
 Rules = dict[str, Rule]
@@ -106,3 +114,47 @@ def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
                 library().import_libraries()
         with steps.during(Step.DERIVING_RULES, doing):
             return {each.component: rule_for(each, dtype) for each in checkpoints}
+
+
+class How(msgspec.Struct, frozen=True, kw_only=True):
+    """How to make a complete load; as `warm` takes it."""
+
+    stay: Stay
+    workers: int | None
+    verify: bool
+
+
+@contextlib.contextmanager
+def complete_load(
+    source: Source, rules: Mapping[str, Rule], how: How, progress: Progress
+) -> Iterator[Load]:
+    """Load and wait until every segment is complete; a context that ends the load.
+
+    Args:
+        source: as for `Load`.
+        rules: as for `Load`.
+        how: how to load.
+        progress: shows the load's progress; stays the caller's.
+
+    Yields:
+        The load, with every segment complete.
+
+    Raises:
+        CheckpointError, CapacityError, WorkerError, SegmentError.
+    """
+    with contextlib.ExitStack() as ending:
+        with paused_gc():  # not in the caller's block
+            load = ending.enter_context(
+                Load(
+                    source,
+                    rules,
+                    stay=how.stay,
+                    progress=progress,
+                    parent_is_busy=False,
+                    workers=how.workers,
+                )
+            )
+            load.wait()
+            if how.verify:
+                load.verify()
+        yield load

@@ -13,11 +13,11 @@ from shmload._checkpoints.quantised import says_quantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
+from shmload._host.descriptors import Descriptor
 from shmload._host.limits import explained
 from shmload._host.shm import reopen
-from shmload._loading.complete import complete_load
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import find_certain, require_read
+from shmload._loading.sources import How, complete_load, find_certain, require_read
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Stay
 from shmload._wording import logger_of
@@ -87,19 +87,14 @@ def load_state_dict(
     is_stored = dtype is None or (isinstance(dtype, str) and dtype == AUTO)
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {each.component: RAW if says_quantised(each) else rule for each in source.checkpoints}
+    stay = Stay.RESIDENT if keep else Stay.PRIVATE
+    how = How(stay=stay, workers=workers, verify=verify)
     with (
         explained(path),
         whole_libraries(),
         paused_gc(),
         Progress(progress, source.root.name) as counter,
-        complete_load(
-            source,
-            rules,
-            stay=Stay.RESIDENT if keep else Stay.PRIVATE,
-            workers=workers,
-            verify=verify,
-            progress=counter,
-        ) as load,
+        complete_load(source, rules, how, counter) as load,
     ):
         tensors: StateDict = OrderedDict()  # type: ignore[assignment]  # pickled by this name
         tensors.metadata = load.holdings.metadata
@@ -139,7 +134,7 @@ def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Ten
 
     header = read_header(fd, name)
     dtypes = torch_dtypes()
-    mapped = memoryview(_map_leased(fd, lease) if lease else _map(fd))
+    mapped = memoryview(_map(fd, lease))
     tensors = {}
     for spec in header.tensors:
         if spec.dtype not in dtypes:
@@ -184,16 +179,11 @@ def torch_dtypes() -> "dict[str, torch.dtype]":
     }
 
 
-def _map(fd: int) -> mmap.mmap:
-    return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-
-
-def _map_leased(fd: int, lease: Lease) -> mmap.mmap:
-    """Map a file without the lock on its descriptor; close a lease when the mapping goes."""
-    own = reopen(fd)
-    try:
-        mapped = _map(own)
-    finally:
-        os.close(own)
+def _map(fd: int, lease: Lease | None) -> mmap.mmap:
+    """Map a file; with a lease, without the lock on its descriptor, until the mapping goes."""
+    if lease is None:
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    with Descriptor(reopen(fd)) as own:
+        mapped = mmap.mmap(own.fd, 0, access=mmap.ACCESS_COPY)
     weakref.finalize(mapped, lease.close).atexit = False  # leases close themselves at exit
     return mapped

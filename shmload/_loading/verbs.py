@@ -17,12 +17,10 @@ from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
-from shmload._loading.complete import complete_load
 from shmload._loading.plan import Plan
-from shmload._loading.progress import Callback, Progress
+from shmload._loading.progress import Callback, Progress, Step, describe_times
 from shmload._loading.shard import open_checkpoint
-from shmload._loading.sources import find_with_rules, require_read
-from shmload._loading.steps import Step
+from shmload._loading.sources import How, complete_load, find_with_rules, require_read
 from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
 from shmload._segments.eviction import Evicted, group_evicted
@@ -71,27 +69,22 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
         resident = format_nbytes(self.resident_nbytes)
         done = f"already resident, {resident}"
         if self.read_nbytes:
+            others = describe_times(
+                {
+                    Step.IMPORTING: self.importing_s,
+                    Step.DERIVING_RULES: self.deriving_rules_s,
+                    Step.MAKING_ROOM: self.making_room_s,
+                    Step.WAITING: self.waiting_s,
+                }
+            )
             done = (
                 f"{resident} resident in {count_of(len(self.segments), 'segment')}, "
                 f"{format_nbytes(self.read_nbytes)} read in {self.reading_s:.1f} s"
-                f"{self._other_times()}"
+                f"{others and f' ({others})'}"
             )
         left = (f"left to the library: {each}" for each in self.left_out)
         lines = (done, *map(str, self.evicted), *left)
         return Page(tuple(printing(f"{self.source}: {line}") for line in lines))
-
-    def _other_times(self) -> str:
-        """Write what took time beside the reading; empty if nothing took a tenth of a second."""
-        times = {
-            "imports": self.importing_s,
-            "dtype rules": self.deriving_rules_s,
-            "making room": self.making_room_s,
-            "waiting for other processes": self.waiting_s,
-        }
-        told = [
-            f"{name} {elapsed_s:.1f} s" for name, elapsed_s in times.items() if elapsed_s >= 0.1
-        ]
-        return f" ({', '.join(told)})" if told else ""
 
 
 def warm(
@@ -144,20 +137,12 @@ def warm(
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
+    how = How(stay=Stay.RESIDENT, workers=workers, verify=verify)
     with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
         steps = counter.steps
         found, rules = find_with_rules(wanted, steps, pipeline_class=pipeline_class)
         require_read(found, wanted)
-        load = ending.enter_context(
-            complete_load(
-                found,
-                rules,
-                stay=Stay.RESIDENT,
-                workers=workers,
-                verify=verify,
-                progress=counter,
-            )
-        )
+        load = ending.enter_context(complete_load(found, rules, how, counter))
         held = load.holdings.segments()
         lost = move_pins(held, are_pinned=not keep_for_s)
         if lost:
@@ -299,19 +284,11 @@ def view(
     require_bools(keep=keep, verify=verify)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     stay = Stay.RESIDENT if keep else Stay.PRIVATE
+    how = How(stay=stay, workers=workers, verify=verify)
     with contextlib.ExitStack() as ending:
         with Progress(progress, wanted.title) as counter:
             found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
-            load = ending.enter_context(
-                complete_load(
-                    found,
-                    rules,
-                    stay=stay,
-                    workers=workers,
-                    verify=verify,
-                    progress=counter,
-                )
-            )
+            load = ending.enter_context(complete_load(found, rules, how, counter))
         lent = ending.enter_context(View(found.root, load.holdings.files()))
         load.leave_service()
         note = _note_of_left_out(found, variant)

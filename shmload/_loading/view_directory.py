@@ -4,20 +4,18 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.dtypes import AUTO, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Hub, Wanted, require_bools
 from shmload._host.shm import SHM_DIR
-from shmload._loading.complete import complete_load
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import find_with_rules, require_read
+from shmload._loading.sources import How, complete_load, find_with_rules, require_read
 from shmload._loading.view_layout import ViewLayout, lay_out_view
 from shmload._segments.segment import Stay
 from shmload._segments.standing_views import (
@@ -115,16 +113,8 @@ def view_directory(
             require_read(found, wanted)
             _require_apart(found, place)
             ending.callback(settle, place)  # last: also if the load fails
-            load = ending.enter_context(
-                complete_load(
-                    found,
-                    rules,
-                    stay=Stay.RESIDENT,
-                    workers=workers,
-                    verify=verify,
-                    progress=counter,
-                )
-            )
+            how = How(stay=Stay.RESIDENT, workers=workers, verify=verify)
+            load = ending.enter_context(complete_load(found, rules, how, counter))
             names = {plan.path: plan.segment for plan in load.holdings.plans}
             layout = lay_out_view(found, names, rules)
             _stand(entry, arguments, layout, load)
@@ -266,30 +256,15 @@ def _place_of(directory: str | os.PathLike[str]) -> str:
 
 def _arguments(wanted: Wanted) -> ViewArguments:
     """Return what a view is made of in a form that can be compared and written."""
-    hub: Hub = wanted.hub
-    source = os.fspath(wanted.source)
+    settled: Any = wanted.settled()
+    hub: Hub = settled.hub
     return ViewArguments(
-        source=os.path.abspath(source) if os.path.exists(source) else source,
-        dtype=_dtype_names(wanted.dtype),
-        components=None if wanted.components is None else tuple(sorted(set(wanted.components))),
-        variant=wanted.variant,
+        source=settled.source,
+        dtype=settled.dtype,
+        components=settled.components,
+        variant=settled.variant,
         subfolder=hub.subfolder,
         weight_name=tuple(sorted(hub.weight_names)),
         revision=hub.revision,
-        cache_dir=None if hub.cache_dir is None else os.path.abspath(hub.cache_dir),
+        cache_dir=None if hub.cache_dir is None else str(hub.cache_dir),
     )
-
-
-def _dtype_names(dtype: object) -> str | dict[str, str] | None:
-    """Return torch's names of a wanted dtype.
-
-    Raises:
-        UnknownDtype: a name is not that of a dtype.
-    """
-    if isinstance(dtype, Mapping):
-        return {str(name): _dtype_name(each) for name, each in sorted(dtype.items())}
-    return None if dtype is None else _dtype_name(dtype)
-
-
-def _dtype_name(dtype: object) -> str:
-    return AUTO if dtype == AUTO else TORCH_NAMES[parse_dtype(dtype)]

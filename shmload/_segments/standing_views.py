@@ -48,7 +48,7 @@ class ViewDirectory(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Absolute, without links."""
     source: str
     """An absolute path, or the id of a model on the hub."""
-    dtype: str | dict[str, str] | None
+    dtype: str | dict[str, str | None] | None
     """torch's name of the dtype that was asked for, or these by component; None for that of the
     files."""
     components: tuple[str, ...] | None

@@ -30,7 +30,7 @@ class ViewArguments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     source: str
     """An absolute path, or the id of a model on the hub."""
-    dtype: str | dict[str, str] | None = None
+    dtype: str | dict[str, str | None] | None = None
     """torch's name of a dtype, or these by component."""
     components: tuple[str, ...] | None = None
     variant: str | None = None

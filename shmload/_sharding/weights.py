@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shmload._building.placing import to_device
 from shmload.errors import ArgumentError
-from shmload.integrations.placing import to_device
 
 
 class Weights:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from devices import LateDevice
 
+from shmload._building import placing
 from shmload._devices import hooks
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
-from shmload.integrations import placing
 
 
 class Cuda:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from traces import Messages
 from warming import TENSORS
 
-from shmload._building import build, examining
+from shmload._building import build, examining, placing
 from shmload._building.build import Build
 from shmload._building.skeletons import skeleton_memo
 from shmload._building.snapshot import Snapshot
@@ -22,7 +22,6 @@ from shmload._devices.stream import Stream
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
-from shmload.integrations import placing
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------

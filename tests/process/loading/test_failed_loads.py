@@ -11,8 +11,8 @@ from accelerated import load
 from diffusers import FluxPipeline
 
 import shmload
+from shmload._building import placing
 from shmload._host.procfs import mappings_below
-from shmload.integrations import placing
 
 pytestmark = pytest.mark.libraries
 

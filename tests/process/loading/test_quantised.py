@@ -20,7 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from warming import TENSORS, assert_same
 
 import shmload
-from shmload._building.route import Asked, choose_route
+from shmload._building.maker import Maker
+from shmload._building.route import Options, choose_route
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.wanted import Hub, Wanted
 
@@ -43,9 +44,9 @@ class Quantising(transformers.CLIPTextModel):
 
 
 def asked(**kwargs):
-    names = ("max_memory", "max_host_memory", "share")
+    names = ("max_memory", "max_host_memory", "share", "workers", "progress")
     given = dict.fromkeys(names) | {"pin": "auto", "keep": False, "verify": False}
-    return Asked(**given | {"device_map": "cuda:0"} | kwargs)
+    return Options(**given | {"device_map": "cuda:0"} | kwargs)
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "load_in_4bit", "load_in_8bit"])
@@ -85,7 +86,7 @@ def test_checkpoint_that_is_quantised_is_placed_by_the_library(
         path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
     found = find_model(Wanted(source=source, hub=Hub(subfolder=subfolder)))
     kwargs = {}
-    route = choose_route(found, "float16", asked(max_memory={0: "1GiB"}), kwargs)
+    route = choose_route(found, Maker(), "float16", asked(max_memory={0: "1GiB"}), kwargs)
     assert (route.destination is None) is is_quantised
     assert route.may_stream is not is_quantised
     given = {"device_map": "cuda:0", "max_memory": {0: "1GiB"}}

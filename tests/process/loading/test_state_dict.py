@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import shmload
 from shmload._checkpoints.formats import safetensors as safetensors_format
-from shmload._loading import plan
+from shmload._loading import shard
 
 FLOATS = [
     torch.float64,
@@ -324,7 +324,7 @@ def test_attach_parses_each_header_once_and_plans_no_layout(tmp_path, evicts, mo
 
         return call
 
-    monkeypatch.setattr(plan, "lay_out", noted(plan.lay_out))
+    monkeypatch.setattr(shard, "lay_out", noted(shard.lay_out))
     monkeypatch.setattr(safetensors_format, "_parse", noted(safetensors_format._parse))
     again = shmload.load_state_dict(path, keep=True)
     assert again["layer.1999"] == 1999

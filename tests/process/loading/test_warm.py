@@ -16,7 +16,7 @@ from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._host.background import Background
-from shmload._loading import steps
+from shmload._loading import progress
 from shmload._segments.names import name_prefix
 
 # Warm ---------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
 def test_report_tells_the_times_apart(saved, configure, tmp_path, monkeypatch):
     configure(cache_dir=tmp_path)  # no rule is remembered
     times = iter(range(1000))
-    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
     source = saved("stable-diffusion")
     first, second = (shmload.warm(source, dtype="bfloat16") for _ in range(2))
     assert first.importing_s > 0

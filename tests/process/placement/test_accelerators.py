@@ -15,14 +15,13 @@ from pipelines import FAMILIES, save_with_large_tensors
 from torch import nn
 
 import shmload
-from shmload._building import rules
+from shmload._building import placing, rules
 from shmload._building.build import Build
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
 from shmload._devices.generic_runtime import GenericRuntime
 from shmload._loading.load import Load
-from shmload.integrations import placing
 
 pytestmark = pytest.mark.libraries
 

@@ -18,13 +18,12 @@ from comparing import reference
 from torch import nn
 
 import shmload
+from shmload._building import placing
 from shmload._devices.hooks import _are_plain
 from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
 from shmload._segments.segment import attach
-from shmload._segments.users import page_locks
-from shmload.integrations import placing
 
 pytestmark = pytest.mark.libraries
 

@@ -21,8 +21,8 @@ from tracing import can_trace, noted_nbytes, noting_reads
 import shmload
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
-from shmload._segments import eviction
-from shmload.integrations import ranks
+from shmload._loading import ranks
+from shmload._segments import capacity
 
 _SUPPORT = Path(__file__).parents[2] / "support"
 _LAUNCHER = _SUPPORT / "forking_launcher.py"

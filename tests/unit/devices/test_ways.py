@@ -11,6 +11,7 @@ from torch import nn
 from toy_way import TOY, ToyCopier
 from way_contract import WayContract, hollow, segment  # noqa: F401 fixtures
 
+from shmload._building import placing
 from shmload._devices import calibration
 from shmload._devices.calibration import choose_way
 from shmload._devices.destination import Destination
@@ -18,7 +19,6 @@ from shmload._devices.ways import DEFAULT, WAYS, Pin, measured_ways, require_pin
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
 from shmload.errors import ArgumentError
-from shmload.integrations import placing
 
 
 @pytest.mark.parametrize("way", [load() for load in WAYS.values()], ids=list(WAYS))

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmload._loading import steps as module
-from shmload._loading.progress import Progress
-from shmload._loading.steps import Step, Steps
+from shmload._loading import progress as module
+from shmload._loading.progress import Progress, Step, Steps
 
 DEADLINE_S = 20
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from shmload._loading import ranks
 from shmload._settings import _LOCAL_SIZES, local_world_size
-from shmload.integrations import ranks
 
 
 @pytest.mark.parametrize(
