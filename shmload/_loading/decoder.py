@@ -4,16 +4,20 @@ Guarantee: if the service goes away, the load goes on without it, unless the set
 """
 
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from shmload._checkpoints.resolve import Source
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._loading.room import WaitForRoom
 from shmload._segments.listing import SegmentInfo, segments_by_lock
-from shmload._segments.roots import Root
+from shmload._segments.roots import Root, find_roots
+from shmload._segments.source_text import source_text
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
 from shmload._wording import logger_of
@@ -26,7 +30,7 @@ class Decoder:
     """Decodes for one load, until `close` and `leave_service`.
 
     Args:
-        model: what is loaded, by which the service counts.
+        source: what is loaded.
         keep: the load's segments will be resident.
         workers: number of worker processes if no service decodes.
         progress: counts the bytes.
@@ -35,18 +39,29 @@ class Decoder:
     def __init__(
         self,
         *,
-        model: Root,
+        source: Source,
         keep: bool,
         workers: int,
         progress: Progress,
     ) -> None:
-        self._model = model
+        self._source = source
         self._keep = keep
         self._workers = workers
         self._progress = progress
         self._service: Client | None = None
         self._coordinator: Coordinator | None = None
-        self._is_cancelled = threading.Event()
+        self.cancelled = threading.Event()
+        """Set when the load was given up: `decode` ends soon."""
+
+    @functools.cached_property
+    def _model(self) -> Root:
+        """What is loaded, by which the service counts: as the listings name it."""
+        source = self._source
+        paths = [source_text(os.path.abspath(path)) for path in source.shards or [source.root]]
+        roots = find_roots(paths)
+        # Components that lack the variant have plain files.
+        of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))
+        return next(of_variant, roots[paths[0]])
 
     def find_service(self) -> None:
         """Connect to the running service, if there is one.
@@ -87,21 +102,26 @@ class Decoder:
                 wait = WaitForRoom(segment_nbytes, "the service's budget")
                 before = segments_by_lock()  # what went has no header left to read
                 gone = self._service.reserve(
-                    self._model, segment_nbytes, wait, self._is_cancelled.is_set
+                    self._model, segment_nbytes, wait, self.cancelled.is_set
                 )
                 return [info for info in before if info.name in gone]
         return []
 
     def decode(
-        self, jobs: Sequence[Job], renew: Callable[[], Sequence[Job]], on_piece: OnPiece
+        self,
+        jobs: Sequence[Job],
+        renew: Callable[[], Sequence[Job]],
+        on_piece: OnPiece,
+        ring: Ring | None = None,
     ) -> tuple[list[str], bool]:
-        """Fill all parts; blocks until that is done. One call at a time.
+        """Fill all parts, or the slots of a ring; blocks until that is done. One call at a time.
 
         Args:
             jobs: what to decode.
             renew: called if the service goes away in the middle; returns the same jobs with parts
                 that the service's workers do not have.
             on_piece: called with each piece that is complete; a service tells of none.
+            ring: if given, its slots are filled by worker processes, as for `Coordinator.decode`.
 
         Returns:
             The digest of each job's segment, and whether the segments become resident: those that
@@ -109,32 +129,22 @@ class Decoder:
 
         Raises:
             CheckpointError, CapacityError, WorkerError: as `Coordinator.decode`.
-            DecodeCancelled: `cancel` was called.
+            DecodeCancelled: `cancelled` was set.
         """
         read_nbytes = sum(job.read_nbytes for job in jobs)
         if self._service and self.leaves_to_service(read_nbytes):
             with self._without_service():
                 return self._service.decode(
-                    self._model, jobs, self._progress.add, self._is_cancelled.is_set
+                    self._model, jobs, self._progress.add, self.cancelled.is_set
                 ), True
             jobs = renew()
-        workers = 0 if _is_little(read_nbytes) else self._workers
+        workers = 0 if _is_little(read_nbytes) and not ring else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
         digests = self._coordinator.decode(
-            jobs, self._progress.add, lambda: self.is_cancelled, on_piece=on_piece
+            jobs, self._progress.add, self.cancelled.is_set, ring, on_piece=on_piece
         )
         return digests, self._keep
-
-    def stream(self, jobs: Sequence[Job], ring: Ring) -> None:
-        """Decode into a ring's slots with worker processes; blocks until all bytes are filled.
-
-        Raises:
-            CheckpointError, WorkerError: as `Coordinator.decode`.
-            DecodeCancelled: `cancel` was called.
-        """
-        self._coordinator = Coordinator(self._workers)
-        self._coordinator.decode(jobs, self._progress.add, self._is_cancelled.is_set, ring)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         """Tell the service the names of the segments that were attached and decoded."""
@@ -147,15 +157,6 @@ class Decoder:
         if self._service:
             with self._without_service():
                 self._service.settle()
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the load was given up."""
-        return self._is_cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Make `decode` end soon; any thread may call it."""
-        self._is_cancelled.set()
 
     def close(self) -> None:
         """End the workers; a second call does nothing. `leave_service` ends the connection."""
@@ -174,7 +175,7 @@ class Decoder:
         try:
             yield
         except ServiceUnavailable as exc:
-            if settings().service == "require" or self.is_cancelled:
+            if settings().service == "require" or self.cancelled.is_set():
                 raise
             logger.warning("%s; decoding without it", exc)
             if self._service:

@@ -162,8 +162,8 @@ class Holdings:
                 self._part(shard).prepare(shard.layout)
         return evicted
 
-    def renew_parts(self, shards: Sequence[OpenShard]) -> None:
-        """Replace some shards' parts by new ones, unless the caller may have mapped them.
+    def renew(self, shards: Sequence[OpenShard]) -> list[Job]:
+        """Return jobs with new parts for some shards, unless the caller may have mapped the old.
 
         A worker of a service that was stopped still has the old parts, and writes to them if it
         continues.
@@ -177,6 +177,7 @@ class Holdings:
                 # Their room in a budget was the service's to give. To wait for room in another one
                 # would keep the caller waiting here, and loads that wait for these parts.
                 self.make_parts(shards, is_charged_here=True, has_service=True)
+        return self.jobs(shards)
 
     def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
         """Return the jobs that decode some shards into their parts."""

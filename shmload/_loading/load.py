@@ -34,9 +34,6 @@ from shmload._segments.eviction import group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.metadata import source_text
 from shmload._segments.names import name_prefix
-from shmload._segments.part import Awaited
-from shmload._segments.removal import remove_expired
-from shmload._segments.roots import Root, find_roots
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
@@ -95,7 +92,7 @@ class Load:
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._decoder = Decoder(
-            model=_root_of(source),
+            source=source,
             keep=stay is Stay.RESIDENT,
             workers=workers or worker_count(parent_is_busy=parent_is_busy),
             progress=progress,
@@ -135,8 +132,7 @@ class Load:
             SegmentCorrupt: a segment's bytes have changed since it was decoded.
         """
         for segment in self.holdings.segments():
-            if self._decoder.is_cancelled:
-                raise DecodeCancelled
+            self._go_on()
             check_digest(segment)
 
     def wait(self) -> None:
@@ -173,7 +169,7 @@ class Load:
         The caller raises it. The thread uses what is closed next, so a Ctrl-C must not cut the wait
         short.
         """
-        self._decoder.cancel()
+        self._decoder.cancelled.set()
         return self._work.join_undisturbed() if self._work else None
 
     def discard(self) -> None:
@@ -194,7 +190,8 @@ class Load:
         if not (self._ring or self.holdings.is_empty):
             self._decoder.find_service()
         try:
-            self._prepare(mine)
+            if mine:
+                self._prepare(mine)
         except (SharedMemoryFull, MemoryLimitExceeded) as exc:
             if mappings_below(name_prefix()):
                 exc.held_here()
@@ -238,12 +235,9 @@ class Load:
             with self._steps.during(
                 Step.WAITING, f"waiting for another process that decodes {shard.plan.path.name}"
             ):
-                is_mine = self.holdings.wait_for(
-                    shard, timeout_s, lambda: self._decoder.is_cancelled
-                )
+                is_mine = self.holdings.wait_for(shard, timeout_s, self._decoder.cancelled.is_set)
         except SegmentTimeout:
-            if self._decoder.is_cancelled:
-                raise DecodeCancelled from None
+            self._go_on()
             raise
         if is_mine:
             self._prepare([shard])
@@ -260,7 +254,7 @@ class Load:
                 shards,
                 is_charged_here=is_charged_here,
                 has_service=self._decoder.has_service,
-                is_cancelled=lambda: self._decoder.is_cancelled,
+                is_cancelled=self._decoder.cancelled.is_set,
             )
         self.read_nbytes += read_nbytes
         self.evicted += gone
@@ -271,18 +265,14 @@ class Load:
         self._unpickle(shards)
         jobs = self.holdings.jobs(shards)
         with self._steps.during(Step.READING):
-            if self._ring:
-                self._decoder.stream(jobs, self._ring)
-                for shard in shards:
-                    shard.forget_copy()
-                return
             digests, is_kept = self._decoder.decode(
-                jobs, lambda: self._renew(shards), self._note_pieces(jobs)
+                jobs, lambda: self.holdings.renew(shards), self._note_pieces(jobs), self._ring
             )
         stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
             shard.forget_copy()
-            self.holdings.publish(shard, digest, stay)
+            if not self._ring:
+                self.holdings.publish(shard, digest, stay)
         self._decoder.settle()
 
     def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
@@ -298,27 +288,13 @@ class Load:
 
     def _unpickle(self, shards: list[OpenShard]) -> None:
         """Have torch unpickle those shards that are not read as they are."""
-
-        def go_on() -> None:
-            if self._decoder.is_cancelled:
-                raise DecodeCancelled
-
         for shard in shards:
             if shard.needs_copy:
                 name = shard.plan.path.name
                 with self._steps.during(Step.UNPICKLING, f"torch unpickles {name}"):
-                    shard.make_copy(go_on)
+                    shard.make_copy(self._go_on)
 
-    def _renew(self, shards: list[OpenShard]) -> list[Job]:
-        """Return the jobs of some shards for decoding again, without the service."""
-        self.holdings.renew_parts(shards)
-        return self.holdings.jobs(shards)
-
-
-def _root_of(source: Source) -> Root:
-    """Return the model that a source is, as the listings name it after its segments' shards."""
-    paths = [source_text(os.path.abspath(path)) for path in source.shards or [source.root]]
-    roots = find_roots(paths)
-    # Components that lack the variant have plain files.
-    of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))
-    return next(of_variant, roots[paths[0]])
+    def _go_on(self) -> None:
+        """Raise DecodeCancelled if the load was given up."""
+        if self._decoder.cancelled.is_set():
+            raise DecodeCancelled from None
