@@ -96,7 +96,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             way = next(ways)
             while True:
                 try:
-                    return self._go(way)
+                    with way.ring or contextlib.nullcontext():
+                        return self._go(way)
                 except NotToBeCast:
                     after, reason = way._replace(is_cast=False), ""
                 except way.gives_up_on as exc:
@@ -152,7 +153,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             ring=way.ring,
             may_link=self.options.may_link,
         )
-        with way.ring or contextlib.nullcontext(), contextlib.ExitStack() as loads:
+        with contextlib.ExitStack() as loads:
             load = loads.enter_context(begin(expected, rules, parent_is_busy=is_cold))
             doing = "importing diffusers, transformers and torch" if is_cold else ""
             with steps.during(Step.IMPORTING, doing):
