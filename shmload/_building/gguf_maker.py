@@ -5,12 +5,12 @@ read from the file, but mapped from the segment. So what is left for it to do is
 split.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._building.maker import as_torch, with_dtype
 from shmload._building.single_file import SingleFileMaker, is_gguf
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.gguf import GGUF
@@ -69,7 +69,7 @@ class BlocksMaker(SingleFileMaker):
     def __init__(self, wanted: object, path: str | os.PathLike[str], config: Any) -> None:
         super().__init__(wanted)
         self._path = Path(path)
-        self._compute_dtype: Any = getattr(config, "compute_dtype", None)
+        self._compute_dtype = getattr(config, "compute_dtype", None)
 
     def settle_dtype(self, dtype: object, source: Source) -> object:
         """Return the dtype; for `auto` none, which is the one to compute with."""
@@ -96,22 +96,19 @@ class BlocksMaker(SingleFileMaker):
         with OpenShard("", self._path, RAW, keep=True) as raw:
             return raw.plan.action is Action.ATTACH
 
-    def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
-        """Let diffusers build it of mapped tensors.
+    @contextlib.contextmanager
+    def _weights(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+        """Yield mapped tensors.
 
         Raises:
             LibraryMissing: diffusers needs the gguf package for them.
         """
-        from shmload._building.movement import Joins, Movement
+        from shmload._building.movement import Joins
 
-        given = with_dtype(kwargs, dtype)
-        target: Any = as_torch(dtype)
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)
-            with Joins(segment.fd), Movement(path, target or self._compute_dtype) as movement:
-                made = self._class.from_single_file(tensors, **given)
-        self.computed = movement.computed
-        return made
+            with Joins(segment.fd):
+                yield tensors
 
     def _read_tensors(self, fd: int) -> dict[str, Any]:
         """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.

@@ -5,9 +5,10 @@ has given the tensors the names that the models have, and joined or split some. 
 tensors may be cast before, as long as nothing computes with them; `Movement` watches that.
 """
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -110,6 +111,7 @@ class SingleFileMaker(Maker):
             _require_method(wanted, self.argument)
         self._wanted = wanted
         self._class: Any = None
+        self._compute_dtype: Any = None
 
     def find(
         self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
@@ -200,11 +202,16 @@ class SingleFileMaker(Maker):
         from shmload._building.movement import Movement
 
         given = with_dtype(kwargs, dtype)
-        target: Any = as_torch(dtype)
-        with Movement(path, target or torch.float32) as movement:
-            made = getattr(self._class, _METHOD)(path, **given)
+        target: Any = as_torch(dtype) or self._compute_dtype or torch.float32
+        with self._weights(path) as weights, Movement(path, target) as movement:
+            made = getattr(self._class, _METHOD)(weights, **given)
         self.computed = movement.computed
         return made
+
+    @contextlib.contextmanager
+    def _weights(self, path: str | os.PathLike[str]) -> Iterator[Any]:
+        """Yield what to give to `from_single_file` for a segment."""
+        yield path
 
 
 class SinglePipelineMaker(SingleFileMaker):
