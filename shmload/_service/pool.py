@@ -89,10 +89,11 @@ class WorkerPool:
 
     def _renew(self) -> Coordinator:
         """Return the workers, new ones if some have died."""
-        if self._coordinator and not self._coordinator.is_intact:
-            for pid, how in self._coordinator.ended():
-                said = "worker %d ended between decodes (%s); new ones start"
-                logger.warning(said, pid, how, extra={"pid": pid})
+        ended = self._coordinator.ended() if self._coordinator else ()
+        for pid, how in ended:
+            said = "worker %d ended between decodes (%s); new ones start"
+            logger.warning(said, pid, how, extra={"pid": pid})
+        if ended:
             self._end_workers()
         if self._coordinator is None:
             self._coordinator = Coordinator(self.workers)
