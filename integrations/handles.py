@@ -16,7 +16,6 @@ from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._host.collector import paused_gc
-from shmload._host.forks import limit_inherited_threads
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import How, complete_load, find_with_rules
 from shmload._segments.lease import Lease

@@ -70,7 +70,7 @@ _HOMES = {
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload._building.placing",
-    "unpin": "shmload._segments.pins",
+    "unpin": "shmload._segments.upkeep",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "view_directories": "shmload._segments.standing_views",

@@ -335,7 +335,7 @@ class Build:
     def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
         """Let the library build it from a directory."""
         kwargs = self._kwargs
-        if kwargs.get("use_safetensors") is False and is_in_pickles(self._source):
+        if kwargs.get("use_safetensors") is False and has_none_else(self._source):
             kwargs = {**kwargs, "use_safetensors": None}  # the segments of these are safetensors
         # Mapped weights need no threads to fetch them: without threads a build takes a sixth less
         # time. In inference mode they stay: they run outside of it, and make other tensors than

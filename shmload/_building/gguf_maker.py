@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._building.single_file import SingleFileMaker, is_gguf
+from shmload._building.single_file import SingleFileMaker
 from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.formats.gguf import GGUF
+from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._checkpoints.weights import has_blocks
@@ -39,7 +39,7 @@ def maker_of_file(
     Raises:
         ArgumentError: as `SingleFileMaker`.
     """
-    if not is_gguf(path):
+    if not has_blocks(path):
         return SingleFileMaker(wanted)
     if kwargs.get("quantization_config"):
         return BlocksMaker(wanted, path, kwargs["quantization_config"])

@@ -85,7 +85,7 @@ class ModelMaker(Maker):
             with whole_libraries():
                 if not self.makes_diffusers(source, wanted.hub.subfolder):
                     return wanted.dtype
-        return most_common_dtype(source, source.root / (wanted.hub.subfolder or ""))
+        return most_common_dtype(source)
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source, if a class is to be found by its name; None if the class is here."""

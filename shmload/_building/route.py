@@ -9,7 +9,7 @@ import msgspec
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
-from shmload._checkpoints.resolve import Source, is_in_pickles
+from shmload._checkpoints.resolve import Source, has_none_else
 from shmload._checkpoints.wanted import require_bools
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination, parse_max_host_memory
@@ -116,7 +116,7 @@ def choose_route(
         DoesNotFit: as `place`.
     """
     destination = _parse_destination(source, options, kwargs)
-    is_unread = kwargs.get("use_safetensors") is False and not is_in_pickles(source)
+    is_unread = kwargs.get("use_safetensors") is False and not has_none_else(source)
     is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
     keeps_nothing = options.stay is Stay.PRIVATE and not (options.verify or is_bypassed)
     if options.is_bounded:

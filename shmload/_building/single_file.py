@@ -18,8 +18,7 @@ import msgspec
 from shmload._building.keywords import FILE_KEYWORDS
 from shmload._building.maker import Maker, as_torch, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.known import detect_format, format_named
+from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.library import whole_libraries
@@ -28,9 +27,7 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule, wanted_dtype
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
-from shmload._checkpoints.weights import why_file_is_unread
-from shmload._host.descriptors import Descriptor
-from shmload._host.files import open_source
+from shmload._checkpoints.weights import has_blocks, why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
 
 _METHOD = "from_single_file"
@@ -54,18 +51,6 @@ def bring_single_file(wanted: Wanted) -> Wanted:
     """
     found = bring_file(str(wanted.source), wanted.hub) if is_url(wanted.source) else None
     return msgspec.structs.replace(wanted, source=found) if found else wanted
-
-
-def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file is in GGUF, whatever its name.
-
-    Raises:
-        ShardUnreadable: it cannot be opened or read.
-    """
-    if is_url(path):
-        return False
-    with Descriptor(open_source(Path(path))) as file:
-        return detect_format(file.fd, path) is GGUF
 
 
 def find_single_file(wanted: Wanted) -> Source:
@@ -118,7 +103,7 @@ class SingleFileMaker(Maker):
     ) -> tuple[Source, object]:
         """Find the file."""
         found = find_single_file(wanted)
-        if self.is_of_pipelines and is_gguf(wanted.source):
+        if self.is_of_pipelines and has_blocks(wanted.source):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
         with whole_libraries():
@@ -183,7 +168,7 @@ class SingleFileMaker(Maker):
         if isinstance(dtype, Mapping):
             raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
         if isinstance(dtype, str) and dtype == AUTO:
-            return most_common_dtype(source, source.root)
+            return most_common_dtype(source)
         return dtype
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
@@ -230,7 +215,7 @@ class SinglePipelineMaker(SingleFileMaker):
     argument = "pipeline_class"
 
     def __init__(self, wanted: object, file: Wanted, config: object) -> None:
-        if wanted is None and is_gguf(file.source):
+        if wanted is None and has_blocks(file.source):
             raise ArgumentError(
                 f"{file.source} is a GGUF file, which has one model and no pipeline; load it by "
                 "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give "

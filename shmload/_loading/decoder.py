@@ -16,8 +16,8 @@ from shmload._decoding.ring import Ring
 from shmload._loading.progress import Progress
 from shmload._loading.room import WaitForRoom
 from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.metadata import source_text
 from shmload._segments.roots import Root, find_roots
-from shmload._segments.source_text import source_text
 from shmload._service.client import Client, find_service
 from shmload._settings import settings
 from shmload._wording import logger_of

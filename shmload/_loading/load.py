@@ -29,11 +29,11 @@ from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
 from shmload._loading.progress import Progress, Step
 from shmload._loading.shard import OpenShard
-from shmload._segments.acquire import Awaited
 from shmload._segments.eviction import group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
-from shmload._segments.metadata import source_text
 from shmload._segments.names import name_prefix
+from shmload._segments.part import Awaited
+from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count

@@ -10,7 +10,6 @@ import torch
 from shmload._building.compat import is_in_mode
 from shmload._building.libraries import libraries_lock
 from shmload._building.pipeline_maker import PipelineMaker, connected_to
-from shmload._building.single_file import is_gguf
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model

@@ -24,6 +24,7 @@ from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
 from shmload._segments.segment import attach
+from shmload._segments.users import page_locks
 
 pytestmark = pytest.mark.libraries
 

@@ -22,7 +22,7 @@ import shmload
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
 from shmload._loading import ranks
-from shmload._segments import capacity
+from shmload._segments import eviction
 
 _SUPPORT = Path(__file__).parents[2] / "support"
 _LAUNCHER = _SUPPORT / "forking_launcher.py"
