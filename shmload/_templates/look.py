@@ -190,6 +190,8 @@ def _ask(path: str, message: Message) -> About | int | None:
         with contextlib.closing(wire.connect(path, _ANSWER_TIMEOUT_S)) as channel:
             pid, _ = wire.peer_of(channel)
             messages.send(channel, message)
+            if is_stopped(pid):
+                return pid
             found = messages.receive(channel, About)
     except TimeoutError:
         return pid if is_stopped(pid) else None
