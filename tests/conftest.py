@@ -133,7 +133,8 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("SHMLOAD_")]:
             patch.delenv(name)
-        patch.delenv("HF_PARALLEL_LOADING_WORKERS", raising=False)
+        for name in ("HF_PARALLEL_LOADING_WORKERS", "HF_HOME", "HF_DATASETS_CACHE"):
+            patch.delenv(name, raising=False)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
         patch.setenv("SHMLOAD_STATE_DIR", str(cache / "state"))

@@ -159,14 +159,22 @@ def test_job_ends_with_its_owner(owner_at, stage, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_end_of_the_whole_group_leaves_nothing(child, saved, shm_names, number):
+def test_end_of_the_whole_group_leaves_nothing(owner_at, number):
     """A closing terminal and a service manager signal the whole group."""
+    owner, _, pids = owner_at("working", "group")
+    os.killpg(owner.pid, number)
+    assert owner.wait() == -number
+    wait_until_ended(*pids)
+    assert owner.errors == ""
+
+
+def test_end_of_the_whole_group_leaves_no_segment_of_a_pipeline(child, saved, shm_names):
     owner = child(OWNER + MAP, "group", saved("stable-diffusion", "float16"), "")
     server = int(owner.expect("SERVER"))
     _, runner = map(int, owner.expect("WORKING").split())
     assert shm_names() != []
-    os.killpg(owner.pid, number)
-    assert owner.wait() == -number
+    os.killpg(owner.pid, signal.SIGTERM)
+    assert owner.wait() == -signal.SIGTERM
     wait_until_ended(server, runner)
     assert shm_names() == []
 

@@ -25,7 +25,7 @@ _PROGRAM_TIMEOUT_S = 100.0
 # Python and the libraries read these when they start.
 _READ_AT_START = (
     *("ACCELERATE_", "DIFFUSERS_", "GOMP_", "HF_", "KMP_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_"),
-    *("TORCH", "TRANSFORMERS_", "HOME", "TMPDIR", "XDG_"),
+    *("TORCH", "TRANSFORMERS_", "HOME", "TMPDIR", "XDG_CACHE_HOME"),
 )
 _SERVER = "import sys; sys.path.insert(0, sys.argv[1]); import forking_python as f; f.serve()"
 

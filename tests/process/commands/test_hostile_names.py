@@ -15,11 +15,7 @@ from shmload._cli.main import main
 _STEERING = "\x1b[2J\x1b]0;x\x07\x9b31m\nshmload: all is well\u202e"
 _ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _UTF8 = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
-_NAMES = {
-    "steering": _STEERING.encode(),
-    "no text": b"caf\xe9",
-    "beyond ASCII": "café".encode(),
-}
+_NAMES = {"steering": f"{_STEERING}café".encode(), "no text": b"caf\xe9"}
 # They need a terminal, run until they are ended, or take no name of weights.
 _APART = {"serve", "top", "run", "template", "demo"}
 _REFUSED = [
@@ -86,7 +82,7 @@ def run(verb, names, environment, locale):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "locale"),
-    [("steering", _UTF8), ("no text", _ASCII), ("beyond ASCII", _ASCII)],
+    [("steering", _ASCII), ("no text", _UTF8)],
     ids=lambda value: value["LC_ALL"] if isinstance(value, dict) else value,
 )
 def test_every_verb_takes_a_name(place, name, locale):

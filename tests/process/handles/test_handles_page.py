@@ -30,8 +30,6 @@ def test_each_example_is_run_below():
 
 @pytest.mark.parametrize("place", range(len(_PRINTS)), ids=_PRINTS)
 def test_example_runs(saved, tmp_path, monkeypatch, warm_python, shm_names, place):
-    if "datasets" in examples()[place]:
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # it keeps what it computes there
     monkeypatch.setenv(FINALIZES, "1")
     path = tmp_path / "example.py"
     path.write_text(examples()[place].replace(_SOURCE, str(saved("stable-diffusion"))))

@@ -1,6 +1,5 @@
 """Of the ranks that torchrun and accelerate start on one host one decodes, the others attach."""
 
-import contextlib
 import gc
 import json
 import os
@@ -26,10 +25,10 @@ from shmload._segments import eviction
 
 _SUPPORT = Path(__file__).parents[2] / "support"
 _LAUNCHER = _SUPPORT / "forking_launcher.py"
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-# It starts its ranks as torchrun does; they are forked here, which spares their imports.
+# The ranks are forked, which spares their imports.
+_TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "3")
 _ACCELERATE = (
-    *(str(_LAUNCHER), "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+    *("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 )
 
@@ -87,34 +86,23 @@ tell(read=sum(read))
 
 
 @pytest.fixture
-def launch(tmp_path, monkeypatch):
+def launch(tmp_path, warm_python, monkeypatch):
     """Run a script with a launcher; return the notes of its ranks."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    path, out = tmp_path / "rank.py", tmp_path / "out"
+    out.mkdir()
 
     def run(launcher, script, source, prefix=()):
-        path, out = tmp_path / "rank.py", tmp_path / "out"
         path.write_text(LOAD + script)
-        out.mkdir()
-        monkeypatch.setenv("PYTHONPATH", str(Path(shmload.__file__).parents[1]))
-        monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-        monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-        command = [
-            *prefix,
-            sys.executable,
-            *launcher,
-            path,
-            source,
-            out,
-            _SUPPORT,
-        ]
-        with subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as launched:
-            try:
-                errors = launched.communicate(timeout=100)[1]
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(launched.pid, signal.SIGKILL)
-        assert launched.returncode == 0, errors
+        words = [_LAUNCHER, *launcher, path, source, out, _SUPPORT]
+        if prefix:
+            ended = subprocess.run(
+                [*prefix, sys.executable, "-W", "ignore", *words],
+                capture_output=True, text=True, timeout=100, check=False,
+            )  # fmt: skip
+        else:
+            ended = warm_python.run(*words)
+        assert ended.returncode == 0, ended.stderr
         return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
 
     return run
@@ -122,21 +110,20 @@ def launch(tmp_path, monkeypatch):
 
 @pytest.mark.libraries
 @pytest.mark.parametrize(
-    ("launcher", "size"),
-    [
-        ((*_TORCHRUN, "--nproc-per-node", "3"), 3),
-        ((*_ACCELERATE, "--num_processes", "2"), 2),
-    ],
+    ("launcher", "size", "traces"),
+    [(_TORCHRUN, 3, can_trace()), (_ACCELERATE, 2, False)],
     ids=["torchrun", "accelerate"],
 )
-def test_source_is_read_once_for_all_ranks(saved, launch, tmp_path, shm_names, launcher, size):
+def test_source_is_read_once_for_all_ranks(
+    saved, launch, tmp_path, shm_names, launcher, size, traces
+):
     source, log = saved("stable-diffusion"), tmp_path / "reads"
     planned = shmload.plan(source, torch_dtype="bfloat16").shards
     nbytes = sum(shard.read_nbytes for shard in planned)
-    found = launch(launcher, EQUAL, source, noting_reads(log) if can_trace() else ())
+    found = launch(launcher, EQUAL, source, noting_reads(log) if traces else ())
     assert len(found) == size
     assert sum(rank["read"] for rank in found) == nbytes
-    if can_trace():
+    if traces:
         assert noted_nbytes(log, source) == nbytes
     assert [rank["copied"] for rank in found] == [0] * size
     for rank in found:
@@ -149,17 +136,10 @@ def test_source_is_read_once_for_all_ranks(saved, launch, tmp_path, shm_names, l
     assert shm_names() == []
 
 
-def test_restarted_ranks_read_nothing(saved, warm_python, tmp_path, shm_names):
-    path, out = tmp_path / "rank.py", tmp_path / "out"
-    path.write_text(LOAD + RESTARTED)
-    out.mkdir()
+def test_restarted_ranks_read_nothing(saved, launch, shm_names):
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1")
-    ended = warm_python.run(
-        *(_LAUNCHER, "torch.distributed.run", "--standalone", *options),
-        *(path, saved("stable-diffusion"), out, _SUPPORT),
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [json.loads(path.read_text()) for path in sorted(out.iterdir())] == [{"read": 0}] * 2
+    launcher = ("torch.distributed.run", "--standalone", *options)
+    assert launch(launcher, RESTARTED, saved("stable-diffusion")) == [{"read": 0}] * 2
     assert shm_names() == []
 
 
