@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from serving import held_by, raw_client, status, wait_until_alone
+from watching import until
 
 from shmload._ipc.frames import to_frame
 from shmload._service.protocol import GetStatus, Lend, Stat
@@ -49,8 +50,7 @@ def test_service_without_descriptors_serves_again_when_it_has_some(service):
     with few_descriptors(process, 4), contextlib.ExitStack() as closing:
         for _ in range(10):
             closing.enter_context(raw_client())
-        while "Too many open files" not in process.errors:
-            assert process.process.poll() is None, process.errors
+        until(lambda: "Too many open files" in process.errors)
     wait_until_alone(process, before)
     assert status().pid == pid
 

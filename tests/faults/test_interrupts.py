@@ -3,11 +3,10 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from watching import Watched, workers_of
+from watching import Watched, until, workers_of
 
 import shmload
 from shmload._checkpoints.library import whole_libraries
@@ -51,9 +50,8 @@ doors[door](source, torch_dtype="bfloat16", progress=stop)
 
 def wait_until_asleep(pid):
     """Wait until a process's main thread sleeps, here while it waits for the decoding thread."""
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2][0] != "S":
-        assert time.monotonic() < deadline
+    stat = Path(f"/proc/{pid}/task/{pid}/stat")
+    until(lambda: stat.read_text().rpartition(") ")[2][0] == "S")
 
 
 def interrupt(process, times):

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from light_jobs import notes, wait_until_ended, write_server
+from watching import until
 
 # Runs in a process group of its own, as a shell starts it.
 OWNER = """
@@ -46,9 +46,7 @@ def own_start(pid):
 
 
 def wait_for_note(program, word):
-    deadline = time.monotonic() + 20
-    while word not in notes(program):
-        assert time.monotonic() < deadline, f"no {word}"
+    until(lambda: word in notes(program))
 
 
 STAGES = {
@@ -112,9 +110,7 @@ def test_interrupt_ends_the_job_and_only_its_owner_says_so(owner_at, stage):
 def test_interrupt_while_the_libraries_are_imported_leaves_nothing(child, saved, shm_names):
     owner = child(OWNER + MAP, "group", saved("stable-diffusion"), "")
     server = int(owner.expect("SERVER"))
-    deadline = time.monotonic() + 60
-    while "libtorch" not in Path(f"/proc/{server}/maps").read_text():
-        assert time.monotonic() < deadline
+    until(lambda: "libtorch" in Path(f"/proc/{server}/maps").read_text())
     os.killpg(owner.pid, signal.SIGINT)
     assert owner.wait() == -signal.SIGINT
     wait_until_ended(server)

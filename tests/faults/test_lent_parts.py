@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from watching import until
 from weight import assert_right
 
 import shmload
@@ -77,8 +78,7 @@ def test_loader_that_waits_for_the_part_gets_the_segment(service, shard, evicts,
         target=shmload.warm, args=(shard,), kwargs={"torch_dtype": "bfloat16"}
     )
     waiting.start()
-    while not service.lent:
-        pass
+    until(lambda: service.lent)
     (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
     awaited = acquire(planned.segment)
     service.may_go.set()

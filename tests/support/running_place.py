@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,14 @@ from shmload._templates import look
 
 _DEADLINE_S = 100.0  # a busy machine loads pipelines ahead last of all
 _LOOK_AGAIN_S = 0.2  # nothing tells that a template has changed, and each look takes a while
+
+
+def wait_until_gone(pid):
+    """Wait for the end of a process that is not a child."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        assert select.select([fd], [], [], _DEADLINE_S)[0]
+        os.close(fd)
 
 
 class Running:
@@ -48,6 +57,18 @@ class Running:
             text=True,
             stdin=options.pop("stdin", subprocess.DEVNULL),
             **options,
+        )
+
+    def call(self, *program):
+        """Start a program by `shmload run`; return the caller, whose streams are pipes."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "shmload", "run", "-v", *program],
+            cwd=self.work,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     @contextlib.contextmanager

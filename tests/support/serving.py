@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from watching import until
 
 from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
@@ -50,8 +51,7 @@ def status():
 
 def wait_until(is_so):
     """Poll the service's status until a condition holds."""
-    while not is_so(status()):
-        pass
+    until(lambda: is_so(status()))
 
 
 def workers_of(process):
@@ -107,5 +107,4 @@ def held_by(process):
 
 def wait_until_alone(process, before):
     """Wait until a service has no client and as many descriptors and threads as before."""
-    while status().clients > 1 or held_by(process) != before:
-        assert process.process.poll() is None, process.errors
+    until(lambda: status().clients <= 1 and held_by(process) == before)

@@ -1,11 +1,26 @@
-"""Watches processes that are not children until they end, and finds users of shared memory."""
+"""Waits for what nothing tells of, such as the end of other's children; finds users of memory."""
 
 import contextlib
 import os
 import select
+import time
 from pathlib import Path
 
+_DEADLINE_S = 60.0
+_PAUSE_S = 0.005
 _END_TIMEOUT_MS = 20_000  # workers end within about 10 ms
+
+
+def until(holds):
+    """Wait until something holds of which nothing tells, and return it.
+
+    Between two looks others have the core: what is waited for may need it.
+    """
+    deadline = time.monotonic() + _DEADLINE_S
+    while not (found := holds()):
+        assert time.monotonic() < deadline, "it does not come to that"
+        time.sleep(_PAUSE_S)
+    return found
 
 
 class Watched:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,6 +15,7 @@ from click.testing import CliRunner
 from light_jobs import wait_until_ended
 from PIL import Image
 from storing import content_of
+from watching import until
 
 import shmload
 from shmload.integrations.results import ResultFolder, Results
@@ -104,9 +104,7 @@ def journals(out):
 
 def wait_for_growth(out, before):
     """Wait until the journals have grown."""
-    deadline = time.monotonic() + 100
-    while all(size <= before.get(name, 0) for name, size in journals(out).items()):
-        assert time.monotonic() < deadline, "no results"
+    until(lambda: any(size > before.get(name, 0) for name, size in journals(out).items()))
 
 
 def children_of(pid):

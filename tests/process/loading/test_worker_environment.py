@@ -3,6 +3,8 @@
 import contextlib
 from pathlib import Path
 
+from watching import until
+
 from shmload._decoding.coordinator import Coordinator
 
 
@@ -12,10 +14,8 @@ def test_what_systemd_tells_its_service_stays_there(monkeypatch, worker_pids):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OTHER", "stays")
     with contextlib.closing(Coordinator(1)):
-        while not (pids := worker_pids()):  # just forked: no command line or environment yet
-            pass
-        while not (environment := Path(f"/proc/{pids[0]}/environ").read_text()):
-            pass
+        pids = until(worker_pids)  # just forked: no command line or environment yet
+        environment = until(Path(f"/proc/{pids[0]}/environ").read_text)
     names = {entry.partition("=")[0] for entry in environment.split("\0")}
     assert "OTHER" in names
     assert not names & told.keys()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from warming import SHM
+from watching import until
 
 import shmload
 from shmload._doctor.doctor import diagnose
@@ -279,16 +280,14 @@ def test_service_removes_what_is_due(shards, evicts, monkeypatch):
     idle_for(_HOUR_S)
     with contextlib.closing(ServiceState(1, 1 << 30)) as state:
         state.run_in_background(state.remove_expired)
-        while shmload.segments():
-            pass
+        until(lambda: not shmload.segments())
 
 
 def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
     listing = tmp_path / "preload"
     listing.write_text(f"{shards[0]} bfloat16 pin\n{shards[1]} keep-for=2h bfloat16\n")
     process = service("--preload", str(listing))
-    while process.errors.count("preloaded") < 2:
-        assert process.process.poll() is None, process.errors
+    until(lambda: process.errors.count("preloaded") == 2)
     found = {Path(info.source): info for info in shmload.segments()}
     assert found[shards[0]].is_pinned
     assert found[shards[1]].keep_for_s == 2 * _HOUR_S

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import shmload
 pytestmark = pytest.mark.libraries
 _DEADLINE_S = 100.0
 _LOADS = """
-import json, logging, sys
+import json, logging, os, sys
 import shmload
 said = []
 class Keep(logging.Handler):
@@ -33,15 +34,28 @@ for source in sys.argv[1:]:
 print(json.dumps([text for text in said if "prepared" in text]), flush=True)
 """
 _ADDRESS = re.compile(rb"0x[0-9a-f]{6,}")
-# What a template of the libraries does not show, with and without branches: finalizers of objects
-# that are left when the interpreter ends.
-_NOT_OF_LIBRARIES = {"del", "del at the end"}
+# The programs to which a branch may look other than its template: it has more modules, objects,
+# descriptors and memory, and is one process further from the caller.
+_OTHER_IN_A_BRANCH = (
+    *("argv", "globals", "main", "environ", "limits", "streams", "descriptors", "next descriptor"),
+    *("input", "exit", "error", "interrupt", "SIGKILL", "SIGSEGV", "atexit", "atexit of C"),
+    *("thread", "daemon", "native id", "stack", "frame", "warn", "pickle", "modules"),
+    *("modules of json", "modules of numpy", "order of modules", "submodule", "import again"),
+    *("reload", "filters", "logging", "garbage", "main thread", "recursion limit", "handlers"),
+    *("mask", "hooks", "codecs", "decimal", "asyncio", "no children", "subprocess", "fork"),
+    *("fork pool", "forkserver", "exec"),
+)
 _NOTHING = "import sys, torch; print('diffusers.pipelines' in sys.modules)"
 
 
-@pytest.fixture
-def place():
-    """A place for a template of its own, which imports the libraries."""
+@pytest.fixture(scope="module")
+def sources(saved):
+    return [str(saved("stable-diffusion")), str(saved("sdxl"))]
+
+
+@pytest.fixture(scope="module")
+def place(sources):
+    """A place for templates that import the libraries; the sources are resident."""
     opened = Running(Path(tempfile.mkdtemp(prefix="run-", dir="/tmp")))
     opened.environment |= {
         "SHMLOAD_CACHE_DIR": str(opened.folder / "cache"),
@@ -50,17 +64,37 @@ def place():
     }
     for name in ("a.py", "b.py", "c.py"):
         (opened.work / name).write_text(_LOADS)
+    for source in sources:
+        shmload.warm(source, dtype="bfloat16")
     yield opened
-    wait_until_loaded(opened, 0)
-    opened.shmload("template", "stop")
+    end_template(opened)
     opened.close()
     for info in shmload.segments():
         shmload.evict(info.name)
 
 
-@pytest.fixture(scope="module")
-def sources(saved):
-    return [str(saved("stable-diffusion")), str(saved("sdxl"))]
+@pytest.fixture
+def new(place):
+    """The place, with a template of which no program has loaded anything."""
+    end_template(place)
+    for kept in (place.folder / "cache", place.folder / "shmload"):
+        shutil.rmtree(kept, ignore_errors=True)
+    place.shmload("template", "warm")
+    return place
+
+
+@pytest.fixture
+def ready(place, sources):
+    """The place, where the program `a.py` finds the first source loaded ahead."""
+    place.shmload("template", "warm")
+    if not has_all(run(place, "a.py", sources[0])):
+        wait_until_loaded(place, 1)
+    return place
+
+
+def end_template(place):
+    place.shmload("template", "stop")
+    place.wait_for_templates(lambda found: not found)
 
 
 def wait_until_loaded(place, count):
@@ -88,132 +122,75 @@ def has_all(seen, count=1):
     )
 
 
-def test_programs_in_turn_find_theirs_ready_and_share_branches(place, sources):
+def test_programs_in_turn_find_what_was_warmed_ready_and_share_branches(new, sources):
     """Three programs over two pipelines, and one that loads nothing."""
-    place.shmload("template", "warm")
-    programs = {"a.py": sources[0], "b.py": sources[1], "c.py": sources[0]}
-    for name, source in programs.items():
-        run(place, name, source)  # the third may find there what the first has loaded
+    place = new
+    warm = ("warm", "--dtype", "bfloat16", "--quiet")
+    assert place.shmload(*warm, sources[0]).returncode == 0
+    wait_until_loaded(place, 1)
+    assert has_all(run(place, "a.py", sources[0]))
+    assert has_all(run(place, "c.py", sources[0]))  # what was ready for `a.py`
+    assert place.shmload(*warm, sources[1]).returncode == 0
+    wait_until_loaded(place, 2)
+    programs = {"b.py": sources[1], "c.py": sources[0], "a.py": sources[0]}
+    for _ in range(2):  # at once, though another branch was used last
+        for name, source in programs.items():
+            assert has_all(run(place, name, source)), name
         assert run(place, "-c", _NOTHING) is False
     template = wait_until_loaded(place, 2)
     assert sorted(template.ahead) == sorted(sources)
     assert len(template.branches) == 2
     assert all(0 < branch.private_nbytes < 400 << 20 for branch in template.branches)
-    for _ in range(3):  # at once, one after the other
-        for name, source in programs.items():
-            assert has_all(run(place, name, source)), name
-            assert run(place, "-c", _NOTHING) is False
     listed = place.shmload("template", "ls").stdout
     assert "PRIVATE MEMORY" in listed
     assert os.path.basename(sources[1]) in listed
 
 
-def test_program_that_finds_the_pipeline_of_another_is_noted_too(place, sources):
-    place.shmload("template", "warm")
-    run(place, "a.py", sources[0])
-    wait_until_loaded(place, 1)
-    assert has_all(run(place, "c.py", sources[0]))  # what `a.py` has loaded
-    run(place, "b.py", sources[1])
-    wait_until_loaded(place, 2)
-    assert has_all(run(place, "b.py", sources[1]))
-    assert has_all(run(place, "c.py", sources[0]))  # though another branch was used last
-
-
-def test_program_that_loads_two_pipelines_finds_both_ready(place, sources):
-    place.shmload("template", "warm")
+def test_next_template_has_the_two_pipelines_that_a_program_of_the_last_one_has_loaded(
+    new, sources
+):
+    place = new
     assert run(place, "a.py", *sources) == []
-    wait_until_loaded(place, 2)  # one with the first alone, and one with both
-    assert has_all(run(place, "a.py", *sources), 2)
+    for _ in range(2):
+        place.shmload("template", "warm")
+        place.wait_for_templates(lambda found: {*sources} <= {*found[0].ahead})
+        assert has_all(run(place, "a.py", *sources), 2)
+        end_template(place)
 
 
-def test_next_template_has_what_programs_of_the_last_one_have_loaded(place, sources):
-    place.shmload("template", "warm")
-    assert run(place, "a.py", sources[0]) == []
-    wait_until_loaded(place, 1)
-    place.shmload("template", "stop")
-    place.wait_for_templates(lambda found: not found)
-    place.shmload("template", "warm")
-    wait_until_loaded(place, 1)
-    assert has_all(run(place, "a.py", sources[0]))
-
-
-def test_first_run_finds_ready_what_was_warmed(place, sources):
-    warmed = place.shmload("warm", "--dtype", "bfloat16", "--quiet", sources[0])
-    assert warmed.returncode == 0, warmed.stderr
-    place.shmload("template", "warm")
-    wait_until_loaded(place, 1)
-    assert has_all(run(place, "a.py", sources[0]))
-    place.shmload("warm", "--dtype", "bfloat16", "--quiet", sources[1])  # while one serves
-    wait_until_loaded(place, 2)
-    assert has_all(run(place, "b.py", sources[1]))
-
-
-def test_program_of_a_branch_gets_objects_of_its_own_classes_from_other_processes(place, sources):
-    (place.work / "spawns.py").write_text(
+def test_program_of_a_branch_gets_objects_of_its_own_classes_from_other_processes(ready):
+    (ready.work / "spawns.py").write_text(
         "import multiprocessing\n"
         "class Result:\n    def __init__(self, number): self.number = number\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print([each.number for each in pool.map(Result, [1, 2])])\n"
     )
-    place.shmload("template", "warm")
-    run(place, "a.py", sources[0])
-    wait_until_loaded(place, 1)
-    assert run(place, "spawns.py") == [1, 2]
+    assert run(ready, "spawns.py") == [1, 2]
 
 
-def test_killed_branch_is_replaced_and_its_program_goes_on(place, sources):
-    place.shmload("template", "warm")
-    assert run(place, "a.py", sources[0]) == []
-    (branch,) = wait_until_loaded(place, 1).branches
-    (place.work / "a.py").write_text(_LOADS + "input()\nsys.exit(5)\n")
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmload", "run", "-v", "a.py", sources[0]],
-        cwd=place.work, env=place.environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as caller:  # fmt: skip
+def test_killed_branch_is_replaced_and_its_program_goes_on(ready, sources):
+    waits = ready.work / "waits.py"
+    waits.write_text(_LOADS + "print(os.getppid(), flush=True)\ninput()\nsys.exit(5)\n")
+    with ready.call("waits.py", sources[0]) as caller:
         assert has_all(json.loads(caller.stdout.readline()))
-        with contextlib.closing(open(os.pidfd_open(branch.pid), "rb")) as held:
-            os.kill(branch.pid, signal.SIGKILL)
+        branch = int(caller.stdout.readline())
+        with contextlib.closing(open(os.pidfd_open(branch), "rb")) as held:
+            os.kill(branch, signal.SIGKILL)
             assert select.select([held], [], [], _DEADLINE_S)[0]
         caller.communicate("go on\n", timeout=_DEADLINE_S)
         assert caller.returncode == 5
-    place.wait_for_templates(lambda found: [b.pid for b in found[0].branches] != [branch.pid])
-    (other,) = wait_until_loaded(place, 1).branches
-    assert other.pid != branch.pid
-    (place.work / "a.py").write_text(_LOADS)
-    assert has_all(run(place, "a.py", sources[0]))
+    ready.wait_for_templates(lambda found: branch not in [b.pid for b in found[0].branches])
+    wait_until_loaded(ready, 1)
+    assert has_all(run(ready, "a.py", sources[0]))
 
 
-def test_stopped_template_ends_once_the_last_program_of_a_branch_has(place, sources):
-    place.shmload("template", "warm")
-    assert run(place, "a.py", sources[0]) == []
-    template = wait_until_loaded(place, 1)
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmload", "run", "-v", "-c", "print(1, flush=True); input()"],
-        cwd=place.work, env=place.environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as caller:  # fmt: skip
-        assert caller.stdout.readline() == "1\n"
-        place.wait_for_templates(lambda found: found[0].programs == 1)
-        place.shmload("template", "stop")
-        place.wait_for_templates(lambda found: [t.state for t in found] == ["draining"])
-        os.kill(caller.pid, signal.SIGTERM)
-        assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
-    place.wait_for_templates(lambda found: template.pid not in [t.pid for t in found])
-
-
-def test_program_of_a_branch_sees_what_python_shows(place, sources):
-    """Those of the table that a template of the libraries shows as Python does, and are quick."""
-    place.shmload("template", "warm")
-    assert run(place, "a.py", sources[0]) == []
-    wait_until_loaded(place, 1)
-    of_files = [name for name in PROGRAMS if name.partition(":")[0] not in ("m", "c")]
-    names = [name for name in of_files if name not in _NOT_OF_LIBRARIES]
+def test_program_of_a_branch_sees_what_python_shows(ready):
+    place = ready
     path = place.work / "program_of_test.py"
     (place.work / "helper_of_test.py").write_text("VALUE = 5\n")
     different = []
-    for name in names:
+    for name in _OTHER_IN_A_BRANCH:
         path.write_text(PROGRAMS[name])
         seen, wanted = (
             subprocess.run(
@@ -227,3 +204,15 @@ def test_program_of_a_branch_sees_what_python_shows(place, sources):
             codes = seen.returncode, wanted.returncode
             different.append((name, codes, out[-300:], expected[-300:], seen.stderr[-300:]))
     assert not different, "\n".join(map(repr, different))
+
+
+def test_stopped_template_ends_once_the_last_program_of_a_branch_has(ready):
+    template = wait_until_loaded(ready, 1)
+    with ready.call("-c", "print(1, flush=True); input()") as caller:
+        assert caller.stdout.readline() == "1\n"
+        ready.wait_for_templates(lambda found: found[0].programs == 1)
+        ready.shmload("template", "stop")
+        ready.wait_for_templates(lambda found: [t.state for t in found] == ["draining"])
+        os.kill(caller.pid, signal.SIGTERM)
+        assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
+    ready.wait_for_templates(lambda found: template.pid not in [t.pid for t in found])

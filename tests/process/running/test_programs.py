@@ -352,13 +352,38 @@ def test_one_frame_of_the_template_is_below_a_program(folder, environment):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.usefixtures("template")
-def test_program_sees_and_shows_the_same(see, cold, name):
+def test_program_sees_and_shows_the_same(see, name):
     wanted = see(name, [sys.executable])
     seen = see(name, _RUN)
     if name in _ORDINARY:
         assert "in the ordinary way" in seen.err
         seen.err = seen.err.partition("\n")[2]
     assert seen == wanted
+
+
+# The ordinary way is `exec` of Python: what it is told and what a process keeps over that.
+_TOLD_AND_KEPT = (
+    *("argv", "c:argv", "flags", "path", "c:path", "environ", "variable", "umask", "limits"),
+    *("streams", "command line", "c:command line", "first variables", "descriptors"),
+    *(
+        "next descriptor",
+        "input",
+        "closed stdout",
+        "exit",
+        "error",
+        "group",
+        "interrupt",
+        "SIGKILL",
+    ),
+    *("stack", "modules", "local module", "handlers", "mask", "no children", "fork"),
+    *("m:json.tool", "m:this_is_no_module", "w:folder", "w:archive", "w:link", "w:no code"),
+    *("w:words like options", "w:module of a dot", "c:error", "c:syntax error"),
+)
+
+
+@pytest.mark.parametrize("name", _TOLD_AND_KEPT)
+def test_program_in_the_ordinary_way_sees_and_shows_the_same(see, cold, name):
+    wanted = see(name, [sys.executable])
     seen = see(name, [*_RUN, "--template", cold])
     said, _, seen.err = seen.err.partition("\n")
     assert said == "shmload run: in the ordinary way: the template is not ready yet"

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from running_place import wait_until_gone
+from watching import until
 
 _DEADLINE_S = 60.0
 _LIBRARY = """
@@ -39,48 +41,6 @@ def library(running):
 def template(running, library):
     """Return the process id of a template that has imported the package."""
     return running.start_template(["own_library", "json"])
-
-
-@pytest.fixture
-def start(running):
-    """Start a program by `shmload run` and wait until it is up; return its caller."""
-    callers = []
-
-    def start(code):
-        caller = subprocess.Popen(
-            [sys.executable, "-m", "shmload", "run", "-v", "-c", code],
-            cwd=running.work,
-            env=running.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        callers.append(caller)
-        assert caller.stdout.readline() == "up\n", caller.stderr.read()
-        return caller
-
-    yield start
-    for caller in callers:
-        caller.kill()
-        caller.communicate()
-
-
-def wait_until_gone(pid):
-    """Wait for the end of a process that is not a child."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    assert select.select([fd], [], [], _DEADLINE_S)[0]
-    os.close(fd)
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + _DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def run(running, *program):
@@ -407,11 +367,11 @@ def test_many_runs_leave_nothing(running, template):
         return (process / f"task/{template}/children").read_text().split()
 
     run(running, "-c", "pass")
-    wait_until(lambda: len(children()) == 1)
+    until(lambda: len(children()) == 1)
     before = held()
     for _ in range(10):
         run(running, "-c", "pass")
-    wait_until(lambda: len(children()) == 1 and held() == before)
+    until(lambda: len(children()) == 1 and held() == before)
 
 
 # A terminal --------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """`shmload run -v`: whenever a program is run in the ordinary way, one line says why."""
 
-import fcntl
 import re
 import subprocess
 import sys
@@ -52,14 +51,12 @@ def variables(running):
     given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
     given["SUBREAPER"] = _SUBREAPER
     asked = "from shmload._templates import kind, place\n"
-    asked += "key = kind.key_of_this_process\n"
-    asked += "place.write_note(key('odd'), 'failed', 'there can be no template')\n"
-    asked += "print(place.socket_of(key('cold')))"
+    asked += "key = kind.key_of_this_process('odd')\n"
+    asked += "place.write_note(key, 'failed', 'there can be no template')"
     given |= running.environment
-    found = subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,
-                           capture_output=True, text=True, timeout=_DEADLINE_S)  # fmt: skip
-    with open(f"{found.stdout.strip()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,
+                   timeout=_DEADLINE_S)  # fmt: skip
+    with running.held_back("cold", given):
         yield given
 
 

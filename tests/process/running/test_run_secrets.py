@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,12 +44,8 @@ def test_no_secret_of_a_caller_is_in_the_template(template):
 
 @pytest.mark.usefixtures("template")
 def test_no_secret_of_another_caller_is_in_a_program(running):
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmload", "run", "-v", "-c",
-         "import os; print(os.getpid(), flush=True); input()"],
-        cwd=running.work, env=running.environment,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as caller:  # fmt: skip
+    code = "import os; print(os.getpid(), flush=True); input()"
+    with running.call("-c", code) as caller:
         memory = memory_of(int(caller.stdout.readline()))
-        assert caller.communicate(b"end\n")[1] == b""
+        assert caller.communicate("end\n")[1] == ""
     assert not re.search(_SECRET.encode(), memory)

@@ -1,64 +1,29 @@
 """Templates: how they end, whom they serve, and what they cost where the system has no room."""
 
-import contextlib
 import fcntl
 import json
 import os
 import resource
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from running_place import Running
+from running_place import Running, wait_until_gone
+from watching import until
 
 from shmload._templates import messages, wire
 
 _DEADLINE_S = 60.0
-_WAITS = "print('up', flush=True); input()"
 
 
 @pytest.fixture
 def template(running):
     """Return the process id of a template."""
     return running.start_template(["json"])
-
-
-@pytest.fixture
-def start(running):
-    """Start a program that waits for a line, and wait until it is up; return its caller."""
-    callers = []
-
-    def start(code=_WAITS):
-        caller = subprocess.Popen(
-            [sys.executable, "-m", "shmload", "run", "-v", "-c", code],
-            cwd=running.work,
-            env=running.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        callers.append(caller)
-        assert caller.stdout.readline() == "up\n", caller.stderr.read()
-        return caller
-
-    yield start
-    for caller in callers:
-        caller.kill()
-        caller.communicate()
-
-
-def wait_until_gone(pid):
-    with contextlib.suppress(ProcessLookupError):
-        fd = os.pidfd_open(pid)
-        assert select.select([fd], [], [], _DEADLINE_S)[0]
-        os.close(fd)
 
 
 def listed(running):
@@ -115,10 +80,8 @@ def test_service_holds_a_template_ready(running, template):
         wait_until_gone(template)
         found = running.wait_for_templates(bool)
         assert [each["pid"] for each in listed(running)] == [found[0].pid]
-        deadline = time.monotonic() + _DEADLINE_S
         # In a new environment the first imports write bytecode, and it becomes another one.
-        while running.shmload("run", "-v", "-c", "pass").stderr:
-            assert time.monotonic() < deadline
+        until(lambda: not running.shmload("run", "-v", "-c", "pass").stderr)
         status = json.loads(running.shmload("status", "--json").stdout)
         assert found[0].pid in [each["pid"] for each in status["templates"]]
         assert f"process {found[0].pid}, ready" in running.shmload("status").stdout
@@ -163,9 +126,7 @@ def test_template_that_still_imports_is_shown(place):
     def ls(*options):
         return place.shmload("template", "ls", *options).stdout
 
-    deadline = time.monotonic() + _DEADLINE_S
-    while json.loads(ls("--json"))["starting"] != 1:
-        assert time.monotonic() < deadline
+    until(lambda: json.loads(ls("--json"))["starting"] == 1)
     assert ls() == "1 template starting; ready in some seconds\n"
     said = place.shmload("template", "stop").stdout
     assert said == "ended 0 templates\n1 template still starting: stop again in some seconds\n"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from serving import ask, status, stopped, wait_until, workers_of
+from watching import until
 
 import shmload
 from shmload._loading import room
@@ -69,10 +70,8 @@ def test_what_is_resident_is_not_reserved_too(service, shards):
     )
     with contextlib.closing(acquire(names[1])):  # holds up the second
         warming.start()
-        while not shmload.segments():
-            pass
-        while not has_room(2 * _SEGMENT):
-            pass
+        until(shmload.segments)
+        until(lambda: has_room(2 * _SEGMENT))
         assert [info.name for info in shmload.segments()] == names[:1]
     warming.join()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from serving import ask, status, stopped, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
+from watching import until
 
 import shmload
 from shmload._segments.part import acquire
@@ -137,12 +138,35 @@ def test_systemd_gets_its_message_and_gives_a_socket(service, child, tmp_path):
         assert socket_path().exists()  # it belongs to systemd
 
 
-def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
-    listing = tmp_path / "preload"
-    listing.write_text(f"# sources\n{shards[0]} bfloat16\n{tmp_path}/missing\n{shards[1]}\n")
-    process = service("--preload", str(listing))
-    while status().segments < 2:
-        pass
+@pytest.fixture
+def preload(service, tmp_path):
+    """Start a service with a list to preload: `preload("PATH bfloat16")`."""
+
+    def start(*lines, options=()):
+        listing = tmp_path / "preload"
+        listing.write_text("".join(f"{line}\n" for line in lines))
+        return service(*options, "--preload", str(listing))
+
+    return start
+
+
+@contextlib.contextmanager
+def held_up(preload, shard, *more, options=()):
+    """Have a service that preloads a shard wait for another builder of it; yields the service."""
+    with contextlib.closing(acquire(segment_of(shard))):
+        process = preload(f"{shard} bfloat16", *more, options=options)
+        until(lambda: "1 awaited" in process.errors)
+        yield process
+
+
+def segment_of(shard):
+    (planned,) = shmload.plan(shard, torch_dtype="bfloat16", keep=True).shards
+    return planned.segment
+
+
+def test_preload_makes_resident_what_it_can(preload, shards, tmp_path):
+    process = preload("# sources", f"{shards[0]} bfloat16", f"{tmp_path}/missing", shards[1])
+    wait_until(lambda found: found.segments == 2)
     ask(Shutdown(), Stopping)
     assert process.wait() == 0
     assert {info.conversion for info in shmload.segments()} == {"BF16", "raw"}
@@ -150,26 +174,18 @@ def test_preload_makes_resident_what_it_can(service, shards, tmp_path):
     assert process.errors.count("missing") == 1
 
 
-def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(service, shards, tmp_path):
-    listing = tmp_path / "preload"
-    listing.write_text("".join(f"{shard} bfloat16\n" for shard in shards[:3]))
-    process = service("--preload", str(listing), "--budget", str(9 << 18))
+def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(preload, shards):
+    lines = [f"{shard} bfloat16" for shard in shards[:3]]
+    process = preload(*lines, options=("--budget", str(9 << 18)))
     wait_until(lambda found: found.evictions)
-    while "does not fit" not in process.errors:
-        pass
+    until(lambda: "does not fit" in process.errors)
     said = f"does not fit the budget: line 1, {shards[0]}, was evicted for line 3"
     assert said in process.errors
     assert f"evicted 1.00 MiB of {shards[0].name}: {shards[0]}" in process.errors
 
 
-def test_preload_that_waits_for_another_builder_ends_with_the_service(service, shards, tmp_path):
-    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
-    listing = tmp_path / "preload"
-    listing.write_text(f"{shards[0]} bfloat16\n")
-    with contextlib.closing(acquire(planned.segment)):
-        process = service("--preload", str(listing))
-        while "1 awaited" not in process.errors:
-            pass
+def test_preload_that_waits_for_another_builder_ends_with_the_service(preload, shards):
+    with held_up(preload, shards[0]) as process:
         children = workers_of(process)
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
@@ -178,36 +194,23 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(service, s
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-def test_preload_that_is_cut_short_leaves_no_part(service, shards, tmp_path, shm_names):
-    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
-    part = Path("/dev/shm", f"{planned.segment}.part")
-    listing = tmp_path / "preload"
-    listing.write_text(f"{shards[0]} bfloat16\n")
-    with contextlib.closing(acquire(planned.segment)):
-        process = service("--workers", "1", "--preload", str(listing))
-        while "1 awaited" not in process.errors:
-            pass
+def test_preload_that_is_cut_short_leaves_no_part(preload, shards, shm_names):
+    part = Path("/dev/shm", f"{segment_of(shards[0])}.part")
+    with held_up(preload, shards[0], options=("--workers", "1")) as process:
         (worker,) = (
             pid
             for pid in workers_of(process)
             if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         os.kill(worker, signal.SIGSTOP)  # what is decoded from now on is not finished
-    while not (part.exists() and part.stat().st_size):
-        pass
+    until(lambda: part.exists() and part.stat().st_size)
     process.process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     assert shm_names() == []
 
 
-def test_preloading_process_that_is_killed_is_an_error_in_the_log(service, shards, tmp_path):
-    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
-    listing = tmp_path / "preload"
-    listing.write_text(f"{shards[0]} bfloat16\n{shards[1]}\n")
-    with contextlib.closing(acquire(planned.segment)):
-        process = service("--preload", str(listing))
-        while "1 awaited" not in process.errors:
-            pass
+def test_preloading_process_that_is_killed_is_an_error_in_the_log(preload, shards):
+    with held_up(preload, shards[0], shards[1]) as process:
         (preloading,) = (
             pid
             for pid in workers_of(process)
@@ -218,12 +221,9 @@ def test_preloading_process_that_is_killed_is_an_error_in_the_log(service, shard
     assert "ERROR line 1 cannot be preloaded: its process ended (SIGKILL)" in process.errors
 
 
-def test_service_that_preloads_a_pipeline_imports_no_torch(service, saved, tmp_path, evicts):
-    listing = tmp_path / "preload"
-    listing.write_text(f"{saved('stable-diffusion')} bfloat16\n")
-    process = service("--preload", str(listing))
-    while "preloaded" not in process.errors:
-        assert process.process.poll() is None, process.errors
+def test_service_that_preloads_a_pipeline_imports_no_torch(preload, saved):
+    process = preload(f"{saved('stable-diffusion')} bfloat16")
+    until(lambda: "preloaded" in process.errors)
     assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
@@ -239,10 +239,8 @@ def page(process, path):
 
 
 def wait_for_page(process, path, code):
-    """Ask again until a page's status code is this; returns its text."""
-    while (found := page(process, path))[0] != code:
-        assert process.process.poll() is None, process.errors
-    return found[1]
+    """Ask again until a page's status code is this."""
+    until(lambda: page(process, path)[0] == code)
 
 
 def test_metrics_are_served_also_by_model(service, checkpoint):
@@ -276,24 +274,16 @@ def test_service_is_ready_while_its_workers_answer(service):
     assert workers_of(process) != [worker]
 
 
-def test_service_is_not_ready_while_it_preloads(service, shards, tmp_path):
-    (planned,) = shmload.plan(shards[0], torch_dtype="bfloat16", keep=True).shards
-    listing = tmp_path / "preload"
-    listing.write_text(f"{shards[0]} bfloat16\n")
-    with contextlib.closing(acquire(planned.segment)):
-        process = service("--metrics", "127.0.0.1:0", "--preload", str(listing))
-        while "1 awaited" not in process.errors:
-            pass
+def test_service_is_not_ready_while_it_preloads(preload, shards):
+    with held_up(preload, shards[0], options=("--metrics", "127.0.0.1:0")) as process:
         assert page(process, "/readyz") == (503, f"preloading, 0 of 1 done: {shards[0]}\n")
     wait_for_page(process, "/readyz", 200)
 
 
-def test_log_is_json_on_request(service, checkpoint, tmp_path):
-    listing = tmp_path / "preload"
-    listing.write_text(f"{checkpoint} bfloat16\n{tmp_path}/missing\n")
-    process = service("--log-format", "json", "--preload", str(listing))
-    while "cannot be preloaded" not in process.errors:
-        pass
+def test_log_is_json_on_request(preload, checkpoint, tmp_path):
+    lines = f"{checkpoint} bfloat16", f"{tmp_path}/missing"
+    process = preload(*lines, options=("--log-format", "json"))
+    until(lambda: "cannot be preloaded" in process.errors)
     ask(Shutdown(), Stopping)
     assert process.wait() == 0
     lines = [json.loads(line) for line in process.errors.splitlines()]

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import save_file
+from watching import until
 
 from shmload._decoding.job import DecodeCancelled
 from shmload._segments.roots import Root
@@ -187,12 +188,10 @@ def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypa
         raise Left
 
     def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
-        while not is_cancelled():
-            pass
+        until(is_cancelled)
         raise DecodeCancelled
 
     monkeypatch.setattr(state, "decode", wait)
     with pytest.raises(Left), Client(served) as client:
         client.ask(Decode(Root(path="m"), 60.0), Decoded, on_news=leave)
-    while state.status().clients:
-        pass
+    until(lambda: not state.status().clients)

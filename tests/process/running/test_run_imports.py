@@ -1,7 +1,40 @@
-"""`shmload run`: programs that import in several threads."""
+"""`shmload run`: packages that import names on first use, and imports in several threads."""
+
+_LAZY = """
+import importlib
+_class_to_module = {"Model": "models"}
+def __getattr__(name):
+    if name not in _class_to_module:
+        raise AttributeError(name)
+    value = getattr(importlib.import_module(f"{__name__}.{_class_to_module[name]}"), name)
+    globals()[name] = value
+    return value
+"""
+_USES_A_NAME = """
+import sys
+import lazy
+print("lazy.models" in sys.modules)
+kind = lazy.Model
+print(sys.modules[kind.__module__].Model is kind)
+"""
+
+
+def test_module_of_a_lazy_name_is_there_with_it(running):
+    """The template has used the name, so the package has kept it."""
+    package = running.folder / "site" / "lazy"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(_LAZY)
+    (package / "models.py").write_text("class Model:\n    pass\n")
+    (package.parent / "user.py").write_text("from lazy import Model\n")
+    running.environment["PYTHONPATH"] = str(package.parent)
+    running.shmload("template", "stop")
+    running.start_template(["user"])
+    done = running.shmload("run", "-v", "-c", _USES_A_NAME)
+    assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
+
 
 _COUNT = 60
-_PROGRAM = f"""
+_IN_THREADS = f"""
 import builtins, sys, threading
 builtins.is_program = True
 sys.setswitchinterval(1e-6)
@@ -34,7 +67,8 @@ def test_threads_import_at_once(running):
             text += f"from chain import link{number + 1}\n"
         (package / f"link{number}.py").write_text(text)
     running.environment["PYTHONPATH"] = str(package.parent)
+    running.shmload("template", "stop")
     running.start_template([f"chain.link{number}" for number in reversed(range(_COUNT))])
-    for _ in range(20):
-        done = running.shmload("run", "-v", "-c", _PROGRAM)
+    for _ in range(10):
+        done = running.shmload("run", "-v", "-c", _IN_THREADS)
         assert (done.stdout, done.stderr) == (f"{2 * sum(range(_COUNT))}\n", "")
