@@ -30,7 +30,7 @@ from shmload.integrations import handles
 
 PACKAGE = Path(shmload.__file__).parent
 PROGRAM = Path(__file__).parents[1] / "support" / "forking_moments.py"
-# Forks in each of the four ways. For a whole search: SHMLOAD_TEST_FORKS=125.
+# Forks in each of the two ways. For a whole search: SHMLOAD_TEST_FORKS=125.
 COUNT = int(os.environ.get("SHMLOAD_TEST_FORKS", "10"))
 # The table; torch's threads, whose number no load changes; a lock of the copies of templates, in
 # which nothing else of the package may be imported.
@@ -292,8 +292,7 @@ def test_nothing_else_is_done_in_forked_children():
 
 
 @pytest.mark.timeout(120 + 4 * COUNT)
-@pytest.mark.parametrize("has_service", [False, True], ids=["alone", "service"])
-@pytest.mark.parametrize("way", ["plain", "redirected"])
+@pytest.mark.parametrize(("way", "has_service"), [("plain", False), ("redirected", True)])
 def test_child_that_is_forked_at_any_moment_of_a_load_is_as_ever_and_loads(
     request, saved, child, configure, evicts, shm_names, way, has_service
 ):

@@ -119,14 +119,20 @@ def test_reads_and_writes_in_small_portions_add_up(checkpoint, evicts, monkeypat
 
 
 @needs_strace
-@pytest.mark.parametrize("error", ["ENOSPC", "ENOMEM", "EDQUOT"])
 @pytest.mark.parametrize(
-    ("inline_nbytes", "when"),
-    [(1 << 30, 1), (1 << 30, 2), (1 << 30, 3), (0, 2)],
-    ids=["header", "weights", "digest", "worker"],
+    ("inline_nbytes", "when", "error"),
+    [
+        (1 << 30, 1, "ENOSPC"),
+        (1 << 30, 2, "ENOSPC"),
+        (1 << 30, 2, "ENOMEM"),
+        (1 << 30, 2, "EDQUOT"),
+        (1 << 30, 3, "ENOMEM"),
+        (0, 2, "EDQUOT"),
+    ],
+    ids=["header", "weights", "no memory", "quota", "digest", "worker"],
 )
 def test_memory_that_runs_out_at_a_write(
-    checkpoint, inject, configure, shm_names, error, inline_nbytes, when
+    checkpoint, inject, configure, shm_names, inline_nbytes, when, error
 ):
     configure(inline_nbytes=inline_nbytes, workers=1)
     process = inject(checkpoint, "pwrite64", f"error={error}:when={when}", part_of(checkpoint))

@@ -98,14 +98,6 @@ def test_wrong_dtype_names_the_known_ones(checkpoint):
     assert "bfloat16" in done.stderr
 
 
-def test_doctor_examines_the_source_and_fails_for_what_is_bad():
-    done = _shmload("doctor", "/no/such/model", "--json", expected=1)
-    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert found["source"]["state"] == "bad"
-    assert "no such file" in found["source"]["detail"]
-    assert found["source"]["remedy"] == "ls -lL /no/such/model"
-
-
 def test_wrong_usage_is_exit_code_two():
     assert "Usage" in _shmload("rm", expected=2).stderr
     assert "Usage" in _shmload("warm", expected=2).stderr

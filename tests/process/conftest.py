@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import threading
 
 import diffusers
@@ -22,6 +23,7 @@ from shmload._devices.stream import Stream
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
+from shmload._settings import settings
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------
@@ -126,8 +128,29 @@ def large_pipeline(tmp_path):
 # Skeletons ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def examine(tmp_path_factory):
+    """Return what examines a load as the judge does, but nothing twice: it takes seconds.
+
+    A load that was examined in a test before is not examined again, if what was made then can be
+    used in this process; a class that was proved is not proved again.
+    """
+    skeletons, proved = {}, tmp_path_factory.mktemp("proofs")
+
+    def examine(request):
+        made = skeletons.get(request.key)
+        if made is None or not made.models or made.why_not():
+            proofs = settings().cache_dir / "proofs"
+            shutil.copytree(proved, proofs, dirs_exist_ok=True)
+            made = skeletons[request.key] = examining.examine(request)
+            shutil.copytree(proofs, proved, dirs_exist_ok=True)
+        return made
+
+    return examine
+
+
 @pytest.fixture
-def skeletons(configure, tmp_path, monkeypatch):
+def skeletons(configure, tmp_path, monkeypatch, examine):
     """Turn skeletons on, in a directory of this test, and judge each load at once.
 
     Return a function that lists the files of those that have a skeleton.
@@ -140,7 +163,7 @@ def skeletons(configure, tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshot, "_walk", lambda *_: None)
 
     def judge(request):
-        skeleton_memo(request.key).write(examining.examine(request))
+        skeleton_memo(request.key).write(examine(request))
 
     def made():
         found = {path: skeleton_memo(path.name).read() for path in sorted(folder.glob("*"))}

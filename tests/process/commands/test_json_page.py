@@ -169,5 +169,8 @@ def test_answers_about_templates(page):
         place.close()
 
 
-def test_answer_of_the_doctor(ask, checkpoint):
-    assert ask("doctor", "/no/such/model", expected=1)["findings"]
+def test_answer_of_the_doctor(ask):
+    findings = ask("doctor", "/no/such/model", expected=1)["findings"]
+    (source,) = (finding for finding in findings if finding["name"] == "source")
+    assert (source["state"], source["remedy"]) == ("bad", "ls -lL /no/such/model")
+    assert "no such file" in source["detail"]

@@ -1,19 +1,21 @@
 """A class is looked at once; its other dtypes and checkpoints are compared without that."""
 
 import logging
-import sys
 
-import diffusers
 import pytest
-import torch
 from comparing import assert_loads_equal
 from safetensors.torch import load_file, save_file
 
-import shmload
-from shmload._building import build, examining, proofs, snapshot
+from shmload._building import examining, proofs
 from shmload._host.memo import Memo
 
-_HOME = sys.modules[diffusers.AutoencoderKL.__module__]
+_IN_HALF_PRECISION = "if torch.get_default_dtype() == torch.float16: "
+
+
+@pytest.fixture
+def examine():
+    """Nothing is known of other tests: proofs are counted."""
+    return examining.examine
 
 
 @pytest.fixture
@@ -53,48 +55,6 @@ def test_another_checkpoint_takes_no_other_look(saved, copied, skeletons, built,
     assert (len(built), len(skeletons()), len(proved)) == (2, 2, 1)
 
 
-@pytest.fixture
-def examined(saved, configure, tmp_path, monkeypatch):
-    """Return what the judge makes of a load of a model in a dtype; it looks at one module."""
-    configure(skeletons=1, cache_dir=tmp_path / "cache")
-    asked = []
-    monkeypatch.setattr(build, "ask", asked.append)
-    source = saved("stable-diffusion")
-    # Here, before anything is planted: the judge's process has loaded nothing.
-    for dtype in ("bfloat16", "float16", "float32"):
-        shmload.load_model("AutoencoderKL", source, subfolder="vae", dtype=dtype)
-    requests = {request.dtype: request for request in asked}
-    look = snapshot.Snapshot
-    monkeypatch.setattr(examining, "Snapshot", lambda *_: look({_HOME.__name__: _HOME}))
-    return lambda dtype: examining.examine(requests[dtype])
-
-
-@pytest.fixture
-def plant(monkeypatch):
-    """Let the constructor of a class run some code in half precision, as if the library had it."""
-
-    def change(code):
-        held = vars(_HOME)
-        plain = diffusers.AutoencoderKL.__init__
-        added = {"table": [], "registry": {}, "plain_init": plain, "torch": torch}
-        for name, value in added.items():
-            monkeypatch.setitem(held, name, value)
-        source = (
-            "def other(self):\n    table.append(1)\n"
-            "def same(self):\n    pass\n"
-            "def __init__(self, *a, **k):\n    plain_init(self, *a, **k)\n"
-            f"    if torch.get_default_dtype() == torch.float16: {code}\n"
-        )
-        made = {}
-        exec(compile(source, _HOME.__file__, "exec"), held, made)
-        for name in ("other", "same"):
-            monkeypatch.setitem(held, name, made[name])
-        made["__init__"].__wrapped__ = plain
-        monkeypatch.setattr(diffusers.AutoencoderKL, "__init__", made["__init__"])
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -107,7 +67,7 @@ def plant(monkeypatch):
     ],
 )
 def test_what_one_dtype_alone_leaves_is_found(examined, plant, proved, code, reason):
-    plant(code)
+    plant(_IN_HALF_PRECISION + code)
     assert examined("bfloat16").models
     made = examined("float16")
     assert made.models is None
@@ -117,7 +77,7 @@ def test_what_one_dtype_alone_leaves_is_found(examined, plant, proved, code, rea
 
 @pytest.mark.parametrize(("code", "has_one"), [("other(self)", False), ("same(self)", True)])
 def test_code_that_runs_in_one_dtype_alone_takes_a_look(examined, plant, proved, code, has_one):
-    plant(code)
+    plant(_IN_HALF_PRECISION + code)
     assert examined("bfloat16").models
     assert bool(examined("float16").models) == has_one
     assert len(proved) == 1 + has_one
@@ -127,7 +87,10 @@ def test_what_one_dtype_alone_says_is_repeated(examined, plant, proved, monkeypa
     # Else the handlers, those of pytest and of tests before, are code that runs in one dtype alone.
     monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", False)
     monkeypatch.setattr(logging.getLogger("diffusers"), "handlers", [logging.NullHandler()])
-    plant("import logging; logging.getLogger('diffusers.planted').warning('planted')")
+    plant(
+        _IN_HALF_PRECISION
+        + "import logging; logging.getLogger('diffusers.planted').warning('planted')"
+    )
     assert not examined("bfloat16").messages
     assert [each.text for each in examined("float16").messages] == ["planted"]
     assert len(proved) == 1
