@@ -3,11 +3,11 @@
 import errno
 import json
 import resource
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from children import run_to_end
 from click.testing import CliRunner
 from doors import decoding_door, refusal
 from safetensors.numpy import save_file
@@ -126,13 +126,7 @@ def test_address_space(tmp_path, evicts, shm_names, limit_kib):
     path = tmp_path / "large.safetensors"
     save_file({"weight": np.zeros(17 << 20, np.float32)}, path)
     command = [sys.executable, "-m", "shmload", "warm", "--quiet", "--dtype", "bfloat16", str(path)]
-    done = subprocess.run(
-        ["sh", "-c", f'ulimit -v {limit_kib}; exec "$@"', "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_to_end(["sh", "-c", f'ulimit -v {limit_kib}; exec "$@"', "sh", *command])
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert "there is no memory" in done.stderr

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from children import run_to_end
 from doors import decoding_door, refusal, state_dict
 from safetensors.torch import save_file
 
@@ -25,13 +26,7 @@ def in_small_shm():
         command = ["unshare", "-Urm", "sh", "-c", SMALL_SHM.format(options=options)]
         if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode:
             pytest.skip("this system does not let one mount in a namespace")
-        done = subprocess.run(
-            [*command, sys.executable, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = run_to_end([*command, sys.executable, *map(str, arguments)])
         assert done.returncode == expected, done.stderr
         return done
 
@@ -66,13 +61,7 @@ def test_unusable_shared_memory_is_one_sentence(checkpoint, how):
     command = ["unshare", "-Urm", "sh", "-c", f'{prepare} && exec {drop} "$0" "$@"']
     if subprocess.run([*command, "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("this system does not let one mount in a namespace")
-    done = subprocess.run(
-        [*command, sys.executable, "-c", COMMANDS, checkpoint],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_to_end([*command, sys.executable, "-c", COMMANDS, checkpoint])
     assert done.returncode == 0, done.stderr
     assert "TRACEBACK" not in done.stdout
     assert f"/dev/shm cannot be used: {reason}" in done.stdout

@@ -4,11 +4,11 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 import torch
+from children import run_to_end
 from serving import SERVE, status, stopped, wait_until, workers_of
 from weight import VALUES, assert_right
 
@@ -130,7 +130,7 @@ def test_service_that_stands_still_is_named_with_what_ends_it(service, configure
     configure(service_timeout_s=0.5)
     with stopped(process.pid):
         arguments = [sys.executable, "-m", "shmload", command]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+        done = run_to_end(arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"shmload: the service at {socket_path()}, process {process.pid}, does not answer in 0.5 s;"

@@ -1,11 +1,11 @@
 """The command line works as a user runs them."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from children import run_to_end
 from safetensors.torch import save_file
 
 import shmload
@@ -22,13 +22,7 @@ def checkpoint(tmp_path):
 
 
 def _run(*arguments, expected=0):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_to_end([sys.executable, *map(str, arguments)])
     assert done.returncode == expected, done.stderr
     return done
 

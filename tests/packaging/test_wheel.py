@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 
 _ROOT = Path(__file__).parents[2]
 _FOLDERS = {
@@ -62,20 +63,11 @@ def test_wheel_installs_no_generic_name(wheel, tmp_path):
         "assert not any(map(find, ('workers', 'integrations', 'tests', 'scripts')))\n"
         "print(shmload.__version__)"
     )
-    done = subprocess.run(
-        [python, "-P", "-c", code], cwd="/", capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_to_end([python, "-P", "-c", code], cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() in wheel.name
 
 
 def _git_files(folder):
-    listed = subprocess.run(
-        ["git", "ls-files", "--", folder],
-        cwd=_ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    listed = run_to_end(["git", "ls-files", "--", folder], cwd=_ROOT, check=True)
     return listed.stdout.splitlines()

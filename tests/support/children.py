@@ -2,12 +2,26 @@
 
 import os
 import selectors
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 # Far above what any step takes; a child that says nothing for so long hangs.
 _TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 100.0
+
+
+def run_to_end(command: Sequence[str | Path], **given: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with its output as text; return how it ended."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT_S,
+        **({"check": False} | given),
+    )
 
 
 class Child:

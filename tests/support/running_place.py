@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 
 from shmload._templates import look
 
@@ -47,17 +48,13 @@ class Running:
 
     def shmload(self, *arguments, environment=None, **options):
         """Run the command line in the directory for programs; return how it ended."""
-        return subprocess.run(
-            [sys.executable, "-m", "shmload", *arguments],
-            cwd=self.work,
-            env=environment or self.environment,
-            capture_output=True,
-            timeout=100,
-            check=False,
-            text=True,
-            stdin=options.pop("stdin", subprocess.DEVNULL),
-            **options,
-        )
+        command = [sys.executable, "-m", "shmload", *arguments]
+        return self.run(command, env=environment or self.environment, **options)
+
+    def run(self, command, **given):
+        """Run a command in the directory for programs; return how it ended."""
+        usual = {"cwd": self.work, "env": self.environment, "stdin": subprocess.DEVNULL}
+        return run_to_end(command, **(usual | given))
 
     def call(self, *program):
         """Start a program by `shmload run`; return the caller, whose streams are pipes."""
@@ -76,14 +73,8 @@ class Running:
         """Have the template of a name never get ready, in a block; yields the name."""
         asked = "from shmload._templates import kind, place; import sys\n"
         asked += f"print(place.socket_of(kind.key_of_this_process({name!r})))"
-        found = subprocess.run(
-            [sys.executable, "-c", asked],
-            env=environment or self.environment,
-            cwd=self.work,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_DEADLINE_S,
+        found = self.run(
+            [sys.executable, "-c", asked], env=environment or self.environment, check=True
         )
         with open(f"{found.stdout.strip()}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,12 +1,12 @@
 """The public names are listed, sorted and importable, and importing shmload is light."""
 
 import ast
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 
 import shmload
 from shmload import errors
@@ -74,11 +74,8 @@ def test_unknown_name_is_told_what_may_be_meant(name, hint):
 def test_import_takes_little_of_the_standard_library():
     """`shmload run` imports this before each program: typing and errors take longer than it may."""
     code = "import sys; before = set(sys.modules); import shmload; print(set(sys.modules) - before)"
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-S", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
         cwd=Path(shmload.__file__).parents[1],
         env={"PYTHONPATH": str(Path(shmload.__file__).parents[1])},
@@ -93,9 +90,7 @@ def test_import_is_light():
         "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'safetensors'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_to_end([sys.executable, "-P", "-c", code], check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -106,9 +101,7 @@ def test_worker_is_light():
         "heavy |= {'numpy', 'huggingface_hub'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_to_end([sys.executable, "-P", "-c", code], check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -1,10 +1,10 @@
 """The shell completes the names and ids of resident models."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from children import run_to_end
 from safetensors.torch import save_file
 from warming import TENSORS
 
@@ -80,12 +80,9 @@ def test_completion_in_bash(resident, tmp_path):
             'echo "${COMPREPLY[@]}"',
         )
     )
-    done = subprocess.run(
+    done = run_to_end(
         ["bash", "--norc", "-c", code],
         env=os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
     )
     assert done.stdout.split() == ["style-one.safetensors", "style-two.safetensors"]
@@ -106,14 +103,7 @@ def test_completion_imports_nothing_heavy(resident):
         "COMP_WORDS": "shmload rm sty",
         "COMP_CWORD": "2",
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env=os.environ | asked,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_to_end([sys.executable, "-P", "-c", code], env=os.environ | asked, check=True)
     assert "style-one" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -1,9 +1,10 @@
 """A few seconds of `scripts/soak` give no findings."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from children import run_to_end
 
 _SOAK = Path(__file__).parents[3] / "scripts" / "soak"
 
@@ -11,13 +12,7 @@ _SOAK = Path(__file__).parents[3] / "scripts" / "soak"
 def test_soak_finds_nothing(tmp_path):
     result = tmp_path / "result.json"
     options = ["--seed", "1", "--seconds", "3", "--processes", "2", "--json", str(result)]
-    run = subprocess.run(
-        [sys.executable, str(_SOAK), *options],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    run = run_to_end([sys.executable, str(_SOAK), *options])
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(result.read_text())
     assert found["findings"] == []

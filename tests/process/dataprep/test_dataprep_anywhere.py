@@ -1,9 +1,9 @@
 """Jobs work in any program: without a `__main__` guard, in all kinds of processes and threads."""
 
-import subprocess
 import sys
 
 import pytest
+from children import run_to_end
 from light_jobs import write_pipeline, write_server
 
 # A program without `if __name__ == "__main__"`: all its code is in `__main__`.
@@ -112,14 +112,10 @@ def place(tmp_path_factory):
 
 def run(place, *command, program=None):
     """Run Python in the folder with the arguments of jobs; return its output."""
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, "-W", "ignore", *command, place / "pipeline", place / "server" / "python"],
         cwd=place,
         input=program,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from children import run_to_end
 from safetensors.torch import save_file
 
 from benchmarks import slow_mount
@@ -50,12 +51,7 @@ def test_weights_of_a_slow_mount_are_read_once_in_long_reads(unshare, tmp_path):
     target.mkdir()
     save_file({"weight": weight}, source / "model.safetensors")
     command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, target / "model.safetensors"]
-    done = subprocess.run(
-        [*unshare, sys.executable, slow_mount.__file__, source, target, *command],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_to_end([*unshare, sys.executable, slow_mount.__file__, source, target, *command])
     assert done.returncode == 0, done.stderr
     *digests, last = done.stdout.splitlines()
     wanted = weight.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()

@@ -4,12 +4,12 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from children import run_to_end
 from safetensors.torch import load_file, save_file
 from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
@@ -249,9 +249,7 @@ def test_dtype_of_an_unknown_component_is_an_error(saved):
 
 def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path):
     command = [sys.executable, "-m", "shmload", "warm", "--json", str(tmp_path / "missing")]
-    run = subprocess.run(
-        [*command, str(checkpoint)], capture_output=True, text=True, timeout=60, check=False
-    )
+    run = run_to_end([*command, str(checkpoint)])
     failed, warmed = json.loads(run.stdout)["reports"]
     assert run.returncode == 1
     assert "no such file" in failed["error"]

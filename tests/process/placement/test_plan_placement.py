@@ -3,13 +3,13 @@
 import ast
 import functools
 import json
-import subprocess
 import sys
 
 import diffusers
 import pytest
 import torch
 from accelerate.utils import check_device_map
+from children import run_to_end
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -157,13 +157,7 @@ def test_plan_without_devices_is_as_it_was(saved):
         "shmload.plan(sys.argv[1])\n"
         "print(sorted({'torch', 'diffusers', 'accelerate'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, saved("flux")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_to_end([sys.executable, "-P", "-c", code, saved("flux")], check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -277,13 +271,7 @@ def test_what_cannot_be_planned_is_one_line(saved, capsys, code, arguments, mess
 def test_what_cannot_be_planned_is_all_that_the_program_says(saved):
     options = ("--inventory", "1KiB", "--device-map", "balanced")
     # A new Python: the libraries say some things when they are imported.
-    failed = subprocess.run(
-        [sys.executable, "-P", "-m", "shmload", "plan", saved("flux"), *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    failed = run_to_end([sys.executable, "-P", "-m", "shmload", "plan", saved("flux"), *options])
     assert failed.returncode == 1
     assert "finds no device for" in failed.stderr
     assert failed.stderr.count("\n") == 1

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerated import assert_as_on_the_host, load
+from children import run_to_end
 from comparing import assert_equal, reference
 from mappings import Mappings
 from tracing import can_trace, noted_nbytes, noting_reads
@@ -96,10 +96,7 @@ def launch(tmp_path, warm_python, monkeypatch):
         path.write_text(LOAD + script)
         words = [_LAUNCHER, *launcher, path, source, out, _SUPPORT]
         if prefix:
-            ended = subprocess.run(
-                [*prefix, sys.executable, "-W", "ignore", *words],
-                capture_output=True, text=True, timeout=100, check=False,
-            )  # fmt: skip
+            ended = run_to_end([*prefix, sys.executable, "-W", "ignore", *words])
         else:
             ended = warm_python.run(*words)
         assert ended.returncode == 0, ended.stderr

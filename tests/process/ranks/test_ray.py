@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from children import run_to_end
 from comparing import reference
 from ray_clusters import RayCluster, weights
 from safetensors.torch import save_file
@@ -74,9 +74,7 @@ def read_nbytes(reports):
 
 def test_without_ray_the_error_says_what_to_install():
     code = "import sys; sys.modules['ray'] = None; import shmload.integrations.ray"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_to_end([sys.executable, "-c", code])
     assert done.returncode == 1
     assert "pip install 'shmload[ray]'" in done.stderr
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 from warming import SHM
 from watching import until
 
@@ -34,7 +34,7 @@ def pinned():
 
 def run_command(*arguments):
     command = [sys.executable, "-m", "shmload", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_to_end(command)
 
 
 def idle_for(seconds):

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from children import run_to_end
 from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
@@ -78,13 +78,7 @@ def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint, name):
     assert [info.is_current for info in shmload.segments()] == [True]
     code = "import shmload; print(ascii(shmload.segments())); print(shmload.collect_garbage())"
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        check=True,
-        env=os.environ | ascii_only,
-        text=True,
-    )
+    done = run_to_end([sys.executable, "-c", code], check=True, env=os.environ | ascii_only)
     assert "is_current=True" in done.stdout
     assert done.stdout.endswith("[]\n")
     assert len(shmload.evict(path)) == 1

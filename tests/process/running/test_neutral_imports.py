@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 from running_place import Running
 
 from shmload._templates.start import MODULES
@@ -145,20 +145,14 @@ def test_import_of_one_program_reaches_no_other(place):
 
 
 def python(place, code):
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=place.work, env=place.environment,
-        capture_output=True, text=True, check=True, timeout=_TIMEOUT_S,
-    )  # fmt: skip
+    ended = place.run([sys.executable, "-c", code], check=True)
     return ended.stdout
 
 
 @pytest.mark.libraries
 def test_libraries_leave_all_else_as_it_was():
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        [sys.executable, "-c", _PROVE, *MODULES], env=environment,
-        capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-    )  # fmt: skip
+    ended = run_to_end([sys.executable, "-c", _PROVE, *MODULES], env=environment)
     assert ended.returncode == 0, ended.stderr
     changes = json.loads(ended.stdout.splitlines()[-1])
     unexpected = [each for each in changes if not any(re.match(a, each) for a in _ALLOWED)]
@@ -181,9 +175,7 @@ threading.excepthook = print
 print(snapshot.changes())
 end.set()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    ended = run_to_end([sys.executable, "-c", program], check=True)
     first, second = ended.stdout.splitlines()
     assert first == "[]"
     assert "threading.excepthook" in second

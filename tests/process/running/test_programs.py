@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 
 import shmload
 
@@ -542,7 +543,5 @@ loggers.show(["library"])
 logging.getLogger("library").warning("said")
 print(repr(sys.stderr.getvalue()))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    ended = run_to_end([sys.executable, "-c", program], check=True)
     assert (ended.stdout, ended.stderr) == ("'said\\n'\n", "")

@@ -7,7 +7,6 @@ import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -147,8 +146,7 @@ def test_folder_beside_the_script_counts_as_for_python(running, made, is_found):
     script = folder / "app.py"
     script.write_text("import own_library; print(own_library.VALUE)")
     seen = run(running, str(script))
-    wanted = subprocess.run([sys.executable, script], cwd=running.work, env=running.environment,
-                            capture_output=True, text=True, check=True)  # fmt: skip
+    wanted = running.run([sys.executable, script], check=True)
     shutil.rmtree(folder)
     assert seen.stdout == wanted.stdout == ("beside\n" if is_found else "unset\n")
     assert ("has a own_library of its own" in seen.stderr) == is_found
@@ -245,15 +243,7 @@ def test_loggers_come_with_the_import_that_makes_them(running, library, before):
     code = f"import logging\n{look}\n{before}\nimport own_logs, own_library\n{look}"
     code += "\nlogging.getLogger('noisy').warning('low'); logging.getLogger('noisy').error('high')"
     seen = run(running, "-c", code)
-    wanted = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=running.work,
-        env=running.environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_DEADLINE_S,
-    )
+    wanted = running.run([sys.executable, "-c", code], check=True)
     assert (seen.stdout, seen.stderr) == (wanted.stdout, wanted.stderr)
     running.shmload("template", "stop")
 

@@ -1,6 +1,5 @@
 """What a process inherits: a program of a template has its caller's, row by row of the table."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -140,10 +139,7 @@ def test_page_names_each_row_that_stays_different():
 def as_caller(running, before, *words):
     """Run Python with these words, in a process of which something is set."""
     code = f"{_PRELUDE}\n{before}\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=running.work, env=running.environment,
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_DEADLINE_S, check=False,
-    )  # fmt: skip
+    return running.run([sys.executable, "-c", code, *words])
 
 
 @pytest.mark.parametrize("row", CASES)
@@ -156,8 +152,7 @@ def test_program_has_what_its_caller_has(running, row):
     if wanted.returncode == 77 or "PermissionError" in wanted.stderr:
         pytest.skip(wanted.stdout or wanted.stderr.splitlines()[-1])
     assert wanted.returncode == 0, wanted.stderr
-    without = subprocess.run([sys.executable, "-c", look], cwd=running.work, text=True,
-                             env=running.environment, capture_output=True, check=False)  # fmt: skip
+    without = running.run([sys.executable, "-c", look])
     assert without.stdout != wanted.stdout  # the case sets something
     running.start_template(["json"])
     run = ("-m", "shmload", "run", "-v", "-c", look)

@@ -1,6 +1,5 @@
 """`shmload run -m`: a module that the template has imported runs anew, from its file."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -35,10 +34,9 @@ def test_option_of_python_has_nothing_imported_from_the_current_folder(running):
         (folder / f"{name}.py").write_text("print('planted')\n")
     script = running.work / "hello.py"
     script.write_text("print('hello')\n")
-    done = subprocess.run(
-        [Path(sys.executable).with_name("shmload"), "run", "-X", "dev", script], cwd=folder,
-        env=running.environment, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = running.run(
+        [Path(sys.executable).with_name("shmload"), "run", "-X", "dev", script], cwd=folder
+    )
     assert (done.stdout, done.returncode) == ("hello\n", 0), done.stderr
 
 
@@ -46,8 +44,7 @@ def test_option_of_python_has_nothing_imported_from_the_current_folder(running):
 @pytest.mark.usefixtures("site")
 def test_module_of_the_template_runs_as_with_python(running, name):
     seen = running.shmload("run", "-v", "-m", name)
-    wanted = subprocess.run([sys.executable, "-m", name], cwd=running.work, text=True, check=True,
-                            env=running.environment, capture_output=True)  # fmt: skip
+    wanted = running.run([sys.executable, "-m", name], check=True)
     lines = seen.stderr.splitlines()
     ordinary = [line for line in lines if line.startswith("shmload run:")]
     said = (

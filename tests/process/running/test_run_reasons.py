@@ -63,10 +63,7 @@ def variables(running):
 @pytest.mark.parametrize("reason", WAYS)
 def test_one_line_says_why_a_program_is_run_in_the_ordinary_way(running, variables, reason):
     variables["PID"] = str(running.start_template(["json", "numpy"]))  # some end it
-    ended = subprocess.run(
-        ["bash", "-c", WAYS[reason]], env=variables, cwd=running.work, capture_output=True,
-        text=True, timeout=_DEADLINE_S, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    ended = running.run(["bash", "-c", WAYS[reason]], env=variables)
     assert ended.stdout == "1\n", ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("shmload run:")]
     assert len(said) == 1, ended.stderr

@@ -1,12 +1,12 @@
 """`shmload run --redirect`: on before the program begins, cold and warm, and in its children."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import example_training
 import pytest
+from children import run_to_end
 
 from shmload._host.variables import is_of_import
 from shmload._templates.variables import with_redirect, without_redirect
@@ -85,14 +85,7 @@ def test_it_is_on_in_children(redirected, way):
 
 def test_path_and_modules_are_those_of_python(running, redirected, way):
     code = "import sys; print(sys.path, 'sitecustomize' in sys.modules, 'torch' in sys.modules)"
-    plain = subprocess.run(
-        [sys.executable, "-c", code],
-        env=running.environment,
-        cwd=running.work,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    plain = running.run([sys.executable, "-c", code], check=True)
     assert redirected(*way, "-c", code).stdout == plain.stdout
 
 
@@ -121,12 +114,8 @@ def test_verbose_says_each_way(redirected):
 
 
 def test_options_that_turn_variables_off_are_refused(running):
-    ended = subprocess.run(
-        [sys.executable, "-I", "-m", "shmload", "run", "--redirect", "-c", "pass"],
-        cwd=running.work,
-        capture_output=True,
-        text=True,
-        check=False,
+    ended = run_to_end(
+        [sys.executable, "-I", "-m", "shmload", "run", "--redirect", "-c", "pass"], cwd=running.work
     )
     assert ended.returncode == 2
     assert "--redirect needs PYTHONPATH" in ended.stderr

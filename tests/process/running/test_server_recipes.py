@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "server-recipes"
 _SERVERS = Path(os.environ.get("SHMLOAD_SERVERS", "~/.cache/shmload-servers")).expanduser()
@@ -90,19 +91,16 @@ asyncio.run(ask())
 @pytest.mark.parametrize("options", [[], ["-B", "-Werror"]])
 def test_options_of_python_stand_before_the_module(folder, commands, options):
     command = ["sh", folder / "python-with-libraries", *options, "-c", "print(1)", "--more"]
-    ended = subprocess.run(command, env=commands, capture_output=True, text=True, check=True)
+    ended = run_to_end(command, env=commands, check=True)
     wanted = ["python", *options, "-m", "shmload", "run", "-c", "print(1)", "--more"]
     assert ended.stdout.split() == wanted
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_entry_point_warms_and_becomes_the_server(folder, commands, code):
-    ended = subprocess.run(
+    ended = run_to_end(
         ["sh", folder / "entrypoint.sh", "echo", "server"],
         env=commands | {"MODEL": "a model", "CODE": str(code)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     warmed = "shmload warm a model --dtype bfloat16 --quiet\n"
     assert (ended.returncode, ended.stdout) == (code, warmed + ("" if code else "server\n"))
@@ -115,12 +113,7 @@ def test_unit_is_valid(folder, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("python", "shmload"):
         (tmp_path / "bin" / name).symlink_to(sys.executable)
-    ended = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", folder / "app.service"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_to_end(["systemd-analyze", "verify", "--man=no", folder / "app.service"])
     assert "app.service:" not in ended.stderr, ended.stderr
 
 

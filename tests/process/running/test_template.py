@@ -182,15 +182,7 @@ def socket_of(running, template):
 
 def lie(running, template, confine):
     socket = socket_of(running, template)
-    return subprocess.run(
-        [sys.executable, "-c", _LIAR.format(confine=confine), socket],
-        cwd=running.work,
-        env=running.environment,
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
+    return running.run([sys.executable, "-c", _LIAR.format(confine=confine), socket])
 
 
 @pytest.mark.parametrize(
@@ -272,11 +264,9 @@ def test_template_without_descriptors_costs_the_ordinary_start(running, template
 @pytest.mark.parametrize("limit", ["-n 5", "-v 4000000", "-s 1000"])
 @pytest.mark.usefixtures("template")
 def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
-    ended = subprocess.run(
-        ["bash", "-c", f'ulimit {limit}; "$0" -m shmload run -v -c "print(1)"', sys.executable],
-        cwd=running.work, env=running.environment, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, timeout=_DEADLINE_S, check=False,
-    )  # fmt: skip
+    ended = running.run(
+        ["bash", "-c", f'ulimit {limit}; "$0" -m shmload run -v -c "print(1)"', sys.executable]
+    )
     assert (ended.stdout, ended.returncode) == ("1\n", 0), ended.stderr
     assert "in the ordinary way" in ended.stderr
 
@@ -284,11 +274,7 @@ def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
 def test_another_limit_of_stacks_has_a_template_of_its_own(running, template):
     warm = 'ulimit -s 1000; "$0" -m shmload template warm; "$0" -m shmload run -v -c "print(1)"'
     for _ in range(2):
-        ended = subprocess.run(
-            ["bash", "-c", warm, sys.executable],
-            cwd=running.work, env=running.environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=_DEADLINE_S, check=False,
-        )  # fmt: skip
+        ended = running.run(["bash", "-c", warm, sys.executable])
         assert ended.stdout.endswith("1\n")
         own = running.shmload("run", "-v", "-c", "print(2)")
         assert "in the ordinary way" not in ended.stderr + own.stderr

@@ -2,12 +2,12 @@
 
 import gc
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from children import run_to_end
 from comparing import assert_loads_equal
 from serving import ask, status, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
@@ -121,7 +121,7 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
 
 def run_command(*arguments):
     command = [sys.executable, "-m", "shmload", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_to_end(command)
 
 
 def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):

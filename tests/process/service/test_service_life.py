@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from children import run_to_end
 from serving import ask, status, stopped, wait_until, workers_of
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 from watching import until
@@ -324,7 +325,7 @@ def test_status_can_be_read_by_people_and_programs(service, checkpoint):
     process = service()
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     command = [sys.executable, "-m", "shmload", "status"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    text = run_to_end(command, check=True).stdout
     assert f"process {process.pid}" in text
     assert "0 hits, 1 miss, 0 evictions" in text
     found = subprocess.run([*command, "--json"], check=True, capture_output=True, timeout=60).stdout

@@ -1,13 +1,13 @@
 """Programs that know nothing of shmload read a view directory, and map its segments."""
 
 import json
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from children import run_to_end
 from comparing import reference
 from mappings import state_of
 from safetensors.torch import save_file
@@ -133,9 +133,7 @@ for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
     with safetensors.safe_open(path, "numpy") as file:
         print(*file.keys(), [file.get_slice(name).get_dtype() for name in file.keys()])
 """
-    ended = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, place], capture_output=True, text=True, check=False
-    )
+    ended = run_to_end([sys.executable, "-I", "-S", "-c", code, place])
     assert ended.stdout.splitlines() == ["a.weight ['BF16']", "b ['I64']", "c ['BF16']"], (
         ended.stderr
     )
@@ -184,5 +182,5 @@ def test_page_tells_whether_a_program_shares(tmp_path, place, child, kind):
 def _output_of(command, process):
     """Run a line of the page for a process."""
     line = command.replace("PID", str(process.pid))
-    ended = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
+    ended = run_to_end(line, shell=True, check=True)
     return ended.stdout

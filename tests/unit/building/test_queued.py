@@ -1,11 +1,11 @@
 """What waits for the judge: newest first, and no more than its programs may come back for."""
 
 import os
-import subprocess
 import time
 
 import msgspec
 import pytest
+from children import run_to_end
 
 from shmload._building import queued
 from shmload._building.queued import Program, Queue, Work
@@ -131,10 +131,7 @@ def test_judge_imports_nothing_from_the_folder_in_which_a_program_ran(tmp_path, 
     monkeypatch.chdir(tmp_path)
     program = Program.of_this_process()
     with Lock.try_take(tmp_path / "lock") as lock:  # nothing waits: it ends
-        done = subprocess.run(
-            program.command(lock), env=program.environment, pass_fds=[lock.fd], check=False,
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        done = run_to_end(program.command(lock), env=program.environment, pass_fds=[lock.fd])
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "ran").exists()
 

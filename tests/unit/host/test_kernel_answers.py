@@ -5,11 +5,11 @@ import fcntl
 import mmap
 import os
 import stat
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from children import run_to_end
 from privileges import no_privileges
 
 from shmload._host.descriptors import try_lock, unlock, wait_lock
@@ -148,9 +148,7 @@ def test_child_sees_the_same_shared_memory(fd, name):
     # The tests' mount namespace must include their workers.
     os.pwrite(fd, b"seen", 0)
     code = f"print(open('/dev/shm/{name}').read())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_to_end([sys.executable, "-c", code], check=True)
     assert done.stdout == "seen\n"
 
 
