@@ -44,7 +44,6 @@ pytest.register_assert_rewrite(
     "redirecting",
     "runtime_contract",
     "warming",
-    "watching",
     "way_contract",
     "weight",
 )
