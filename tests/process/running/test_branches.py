@@ -75,11 +75,10 @@ def place(sources):
 
 @pytest.fixture
 def new(place):
-    """The place, with a template of which no program has loaded anything."""
+    """The place, without a template, and where no program has loaded anything."""
     end_template(place)
     for kept in (place.folder / "cache", place.folder / "shmload"):
         shutil.rmtree(kept, ignore_errors=True)
-    place.shmload("template", "warm")
     return place
 
 
@@ -93,6 +92,7 @@ def ready(place, sources):
 
 
 def end_template(place):
+    wait_until_loaded(place, 0)  # or a load that is killed holds segments for a moment
     place.shmload("template", "stop")
     place.wait_for_templates(lambda found: not found)
 
@@ -127,10 +127,11 @@ def test_programs_in_turn_find_what_was_warmed_ready_and_share_branches(new, sou
     place = new
     warm = ("warm", "--dtype", "bfloat16", "--quiet")
     assert place.shmload(*warm, sources[0]).returncode == 0
+    place.shmload("template", "warm")
     wait_until_loaded(place, 1)
     assert has_all(run(place, "a.py", sources[0]))
     assert has_all(run(place, "c.py", sources[0]))  # what was ready for `a.py`
-    assert place.shmload(*warm, sources[1]).returncode == 0
+    assert place.shmload(*warm, sources[1]).returncode == 0  # while a template serves
     wait_until_loaded(place, 2)
     programs = {"b.py": sources[1], "c.py": sources[0], "a.py": sources[0]}
     for _ in range(2):  # at once, though another branch was used last
@@ -150,6 +151,7 @@ def test_next_template_has_the_two_pipelines_that_a_program_of_the_last_one_has_
     new, sources
 ):
     place = new
+    place.shmload("template", "warm")
     assert run(place, "a.py", *sources) == []
     for _ in range(2):
         place.shmload("template", "warm")
