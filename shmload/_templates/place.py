@@ -7,7 +7,6 @@ it; or nothing in it is used.
 import fcntl
 import os
 import time
-import zlib
 from stat import S_ISSOCK
 
 from shmload._host.own_folder import private_path, runtime_folder
@@ -36,7 +35,7 @@ def folder() -> str:
 def key_of(facts: str) -> str:
     """Return a short name for these facts."""
     raw = facts.encode("utf-8", "surrogateescape")
-    return f"{zlib.crc32(raw):08x}{zlib.adler32(raw):08x}"
+    return _blake2.blake2b(raw, digest_size=8).hexdigest()
 
 
 def socket_of(key: str) -> str:
