@@ -54,7 +54,7 @@ class Crew:
         devices: of the runners, one each.
         threads: of each, for torch.
         preload: modules that the fork server imports beside the libraries.
-        start: start the fork server now, or else at the first `begin`.
+        start: start the fork server now, or else at the first `begin_map`.
 
     Raises:
         JobFailed: no process can be started.
@@ -82,7 +82,7 @@ class Crew:
         self._is_unsure = False
         """Whether an error or an interrupt has ended a use in the middle."""
         self._is_mapping = False
-        """Whether `begin` was called and `replace` was not yet."""
+        """Whether `begin_map` was called and `end_map` was not yet."""
         self._begin: Begin | None = None
         self._failed_starts = 0
         self._server: Server | None = None
@@ -108,8 +108,8 @@ class Crew:
         if self._is_closed:
             raise ArgumentError("this job is closed; make another one")
 
-    def begin(self, begin: Begin) -> None:
-        """Tell all runners, later ones too, what to work with; call `replace` at the end.
+    def begin_map(self, begin: Begin) -> None:
+        """Tell all runners, later ones too, what to work with; call `end_map` at the end.
 
         Raises:
             ArgumentError: as `check`.
@@ -172,7 +172,7 @@ class Crew:
         with self._use():
             runner.post(message)
 
-    def replace(self, runners: Iterable[Runner]) -> None:
+    def end_map(self, runners: Iterable[Runner]) -> None:
         """End a map: kill the runners that still work for it, and fork others in their places."""
         if self._is_closed or os.getpid() != self._owner:
             return

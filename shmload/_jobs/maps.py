@@ -54,7 +54,7 @@ def map_in_crew(
     dispatch.look()
     try:
         if not dispatch.is_over:
-            crew.begin(Begin(_dump_function(function), seed))
+            crew.begin_map(Begin(_dump_function(function), seed))
         while True:
             _feed(crew, dispatch)
             if found := dispatch.come_out():
@@ -75,7 +75,7 @@ def map_in_crew(
             on_wait()
     finally:
         # The next map must not wait for them.
-        crew.replace([each for each in crew.runners.values() if dispatch.given(each.place)])
+        crew.end_map([each for each in crew.runners.values() if dispatch.given(each.place)])
     if dispatch.error:
         raise dispatch.error
 
