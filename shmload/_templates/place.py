@@ -4,6 +4,7 @@ Guarantee: the directory belongs to this user, is closed to others, and no other
 it; or nothing in it is used.
 """
 
+import _blake2  # without hashlib, which takes 3 ms to import
 import fcntl
 import os
 import time
