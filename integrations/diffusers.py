@@ -18,7 +18,6 @@ from shmload._building.single_file import SinglePipelineMaker, bring_single_file
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
-from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload._wording import logger_of
 from shmload.errors import CheckpointError, SourceNotFound, UnknownArgument
@@ -51,7 +50,6 @@ def load_pipeline(
     device_map: object = None,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
-    pin: Pin = "auto",
     components: Collection[str] | None = None,
     keep: Keep = False,
     share: bool | None = None,
@@ -68,7 +66,6 @@ def load_pipeline(
     device_map: object = None,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
-    pin: Pin = "auto",
     components: Collection[str] | None = None,
     keep: Keep = False,
     share: bool | None = None,
@@ -101,9 +98,6 @@ def load_pipeline(
         max_memory: the most that weights may take of each device, in bytes or as `20GiB`.
         max_host_memory: the most host memory that weights may take on their way to accelerators,
             in bytes or as `512MiB`. All weights must go to accelerators.
-        pin: how bytes are copied to accelerators. `ring` copies through a ring of pinned memory;
-            `register` pins the segments; `off` pins nothing. `auto` takes `ring` or `register`,
-            whichever was faster in earlier loads on this machine.
         components: load only these of the components with weights; the others are None. Components
             without weights, such as tokenizers, are always loaded.
         keep: leave the segments resident for the next process. `converted`: only those that had to
@@ -135,7 +129,6 @@ def load_pipeline(
         device_map=device_map,
         max_memory=max_memory,
         max_host_memory=max_host_memory,
-        pin=pin,
         keep=keep,
         share=share,
         workers=workers,

@@ -15,7 +15,6 @@ from shmload._building.model_maker import ModelMaker
 from shmload._building.route import Keep, Options, require_readable
 from shmload._building.single_file import bring_single_file, is_single_file
 from shmload._checkpoints.wanted import Wanted
-from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload.errors import ArgumentError
 
@@ -33,7 +32,6 @@ def load_model(
     device_map: object = None,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
-    pin: Pin = "auto",
     keep: Keep = False,
     share: bool | None = None,
     workers: int | None = None,
@@ -64,7 +62,6 @@ def load_model(
             weights are copied by the library, as the class means the map.
         max_memory: as for `load_pipeline`.
         max_host_memory: as for `load_pipeline`.
-        pin: as for `load_pipeline`.
         keep: as for `load_pipeline`.
         share: as for `load_pipeline`.
         workers: as for `load_pipeline`.
@@ -85,7 +82,6 @@ def load_model(
         device_map=device_map,
         max_memory=max_memory,
         max_host_memory=max_host_memory,
-        pin=pin,
         keep=keep,
         share=share,
         workers=workers,

@@ -8,7 +8,6 @@ from benchmarks import gpu_probes
 from benchmarks.bench import Bench, ProbeFailed, Suite, Way, weight_files, weights_nbytes
 from benchmarks.figures import Figure, Rounds, Sample, better, labelled
 from benchmarks.load import PARALLEL
-from shmload._devices.ways import WAYS
 
 _WORKERS = "4"
 _HOST_LIMIT = "256MiB"
@@ -36,8 +35,7 @@ def measure_upload(bench: Bench) -> list[Figure]:
     rounds = bench.measure({"uploads": partial(bench.while_resident, source, run)})
     bench.evict()
     labels = {
-        "load_pipeline, its copy": "auto",
-        **{f"the same, pin={name}": name for name in WAYS},
+        "load_pipeline, its copy": "load_pipeline",
         "to_device, the whole call": "to_device",
         "plain copy, pinned": "pinned",
         "plain copy, pageable": "pageable",

@@ -201,20 +201,18 @@ def _memory() -> Numbers:
 
 
 def uploads(small: str, source: str) -> Numbers:
-    """Load a resident pipeline to the GPU in every way to copy; time only the copy.
+    """Load a resident pipeline to the GPU; time only the copy.
 
     Returns:
-        Bytes per second: `pinned` and `pageable` for plain copies; by name of the way, for the copy
-        inside `load_pipeline` with its allocations on the GPU; `to_device` for that whole call.
+        Bytes per second: `pinned` and `pageable` for plain copies; `load_pipeline` for the copy
+        inside it, with its allocations on the GPU; `to_device` for that whole call.
     """
     _begin()
     import torch
 
     import shmload
     from shmload._building import placing
-    from shmload._devices.ways import WAYS
 
-    pins = ("auto", *WAYS)
     copied_s: list[float] = []
     copy = placing._copy
 
@@ -228,17 +226,15 @@ def uploads(small: str, source: str) -> Numbers:
     def load_pipeline(source: str, **kwargs: Any) -> Any:
         return shmload.load_pipeline(source, dtype=torch.bfloat16, **kwargs, **_ABSENT)
 
-    for pin in pins:
-        load_pipeline(small, device_map="cuda", pin=pin)
+    load_pipeline(small, device_map="cuda")
     found = {"pinned": _copy_rate(is_pinned=True), "pageable": _copy_rate(is_pinned=False)}
     module = load_pipeline(source, keep=True).transformer
     nbytes = sum(tensor.nbytes for tensor in module.state_dict().values())
     found["to_device"] = nbytes / _time(partial(shmload.to_device, module, "cuda"))
     del module
     _tidy_up()
-    for pin in pins:
-        _time(partial(load_pipeline, source, device_map="cuda", pin=pin))
-        found[pin] = nbytes / copied_s[-1]
+    _time(partial(load_pipeline, source, device_map="cuda"))
+    found["load_pipeline"] = nbytes / copied_s[-1]
     return found
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +14,17 @@ from shmload._building.module_trees import component_of
 from shmload._building.pipeline_maker import components_by_name
 from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.arrivals import copy_arriving
-from shmload._devices.calibration import choose_way
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
 from shmload._devices.moves import Allocation, Moves
 from shmload._devices.origin import Segments
+from shmload._devices.ring_copier import RingCopier
 from shmload._devices.runtime import Runtime
 from shmload._devices.runtimes import runtime_of
 from shmload._devices.upload import upload_shape
 from shmload._devices.waiting import Waiting
-from shmload._devices.ways import Pin
 from shmload._host.collector import paused_gc
-from shmload._host.descriptors import Inode, inode_of
+from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
@@ -45,7 +43,6 @@ def to_device(
     *,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
-    pin: Pin = "auto",
     offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Move any module to one device or to several, by bulk copies; blocks until it is there.
@@ -57,7 +54,6 @@ def to_device(
         max_memory: as for `load_pipeline`.
         max_host_memory: the largest size of the ring that bytes pass through, in bytes or as
             `512MiB`.
-        pin: as for `load_pipeline`; `register`, which copies from segments, means `ring` here.
         offload_folder: for weights that wait on a disk.
 
     Returns:
@@ -71,7 +67,6 @@ def to_device(
         device_map=device_map,
         max_memory=max_memory,
         max_host_nbytes=parse_max_host_memory(max_host_memory),
-        pin=pin,
         offload_folder=offload_folder,
     )
     with paused_gc():
@@ -149,7 +144,7 @@ def place_models(
     _copy(models, devices, destination, runtime_at, load, ring)
     used = {device for where in devices.values() for device in where.values()}
     waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
-    segments = Segments(_files_to_pin(destination, load) if OFFLOAD in used else ())
+    segments = Segments(_files_to_pin(load) if OFFLOAD in used else ())
     for component, (name, model) in zip(components, models.items(), strict=True):
         _empty(model, devices[name])
         if len(used) == 1 and used.isdisjoint(WAITING):
@@ -164,9 +159,9 @@ def place_models(
     return placement
 
 
-def _files_to_pin(destination: Destination, load: Load | None) -> list[tuple[Inode, int]]:
+def _files_to_pin(load: Load | None) -> list[tuple[Inode, int]]:
     """Return the segments whose pages may stay pinned, each with a descriptor, the load's."""
-    if load is None or destination.pin == "off":
+    if load is None:
         return []
     return [(segment.inode, segment.fd) for segment in load.holdings.segments()]
 
@@ -196,15 +191,10 @@ def _copy(
         ],
         (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
     )
-    # A limit, or a decode beside it, makes a copy slower in every way.
-    is_beside = load is not None and bool(load.holdings.unfinished_inodes())
-    is_measured = not is_beside and destination.max_host_nbytes is None
-    nbytes = sum(there.used_nbytes for there in moves.staged) if is_measured else 0
-    chosen = choose_way(destination.pin, first, nbytes)
     with contextlib.ExitStack() as closing:
         if ring is None or not is_streamed:
             ring = closing.enter_context(Ring(_shape_for(moves, destination)))
-        copier = closing.enter_context(chosen.way.open(ring, first))
+        copier = closing.enter_context(RingCopier(ring, first))
         if load and is_streamed:
             copier.stream(moves, load.holdings.hollow)
         left: Sequence[Allocation] = moves.staged
@@ -212,10 +202,7 @@ def _copy(
             left = copy_arriving(moves.staged, load, copier)
         if load:
             load.wait()
-        files = load.holdings.open_files() if load else ()
-        began = time.perf_counter()
-        others = copier.copy(left, [(inode_of(os.fstat(fd)), fd) for _, fd in files])
-        chosen.note(time.perf_counter() - began, sum(there.used_nbytes for there in others))
+        copier.copy(left)
     moves.commit()
 
 

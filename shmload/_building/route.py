@@ -13,7 +13,6 @@ from shmload._checkpoints.resolve import Source, has_none_else
 from shmload._checkpoints.wanted import require_bools
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination, parse_max_host_memory
-from shmload._devices.ways import Pin
 from shmload._loading.progress import Callback
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.placement import place
@@ -52,7 +51,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     device_map: object
     max_memory: Mapping[Any, object] | None
     max_host_memory: float | str | None
-    pin: Pin
     keep: Keep
     share: bool | None
     workers: int | None
@@ -71,9 +69,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> dict[str, Any]:
-        """All but `keep` and `pin`, by name."""
+        """All but `keep`, by name."""
         given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if name not in ("keep", "pin")}
+        return {name: value for name, value in given.items() if name != "keep"}
 
     @property
     def is_bounded(self) -> bool:
@@ -190,7 +188,6 @@ def _destination(
         device_map=options.device_map,
         max_memory=options.max_memory,
         max_host_nbytes=parse_max_host_memory(options.max_host_memory),
-        pin=options.pin,
         offload_folder=offload_folder,
         order=order,
     )

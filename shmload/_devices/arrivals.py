@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from shmload._devices.moves import Allocation, Move
-from shmload._devices.way import Copier
+from shmload._devices.ring_copier import RingCopier
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 
 
 def copy_arriving(
-    allocations: Sequence[Allocation], load: Load, copier: Copier
+    allocations: Sequence[Allocation], load: Load, copier: RingCopier
 ) -> Sequence[Allocation]:
     """Copy allocations while a load decodes, each as soon as its bytes are there.
 
@@ -31,14 +31,14 @@ def copy_arriving(
         return allocations
     spans = mappings(unfinished)
     arrivals = Arrivals(allocations, [(there.start, there.end) for there in spans])
-    copier.copy(arrivals.ready, ())
+    copier.copy(arrivals.ready)
     while (filled := load.filled.get()) is not None:
         complete = []
         for there in spans:
             if there.inode == filled.inode:
                 base = there.start - there.offset
                 complete += arrivals.note(base + filled.begin, base + filled.end)
-        copier.copy(complete, ())
+        copier.copy(complete)
     return arrivals.rest
 
 

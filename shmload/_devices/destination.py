@@ -10,7 +10,6 @@ import msgspec
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
 from shmload._devices.runtimes import is_known, may_have_accelerators
-from shmload._devices.ways import Pin, require_pin
 from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
 from shmload._placement.inventory import (
     CPU,
@@ -47,15 +46,12 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """As `load_pipeline` takes it."""
     max_host_nbytes: int | None = None
     """How much memory of the host weights may take on their way, in bytes; None for no limit."""
-    pin: Pin = "auto"
-    """The way to copy to accelerators."""
     offload_folder: str | os.PathLike[str] | None = None
     """For weights that wait on a disk."""
     order: tuple[str, ...] = ()
     """Components in the order of their pipeline, by which strategies take them."""
 
     def __post_init__(self) -> None:
-        require_pin(self.pin)
         if self.max_memory is not None:
             parse_max_memory(self.max_memory)
         if isinstance(self.device_map, str) and self.device_map in STRATEGIES:

@@ -98,27 +98,6 @@ class Pages:
         return is_registered
 
 
-def why_not_register(runtime: Runtime) -> str | None:
-    """Try to register a page of a file; this also finds out whether it may be read-only.
-
-    Returns:
-        In words why the device cannot; None if it can.
-    """
-    fd = os.memfd_create("shmload-page", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        for _ in range(2):  # the first refusal may tell that pages must be writable
-            was_read_only = runtime.registers_read_only
-            with Pages(fd, runtime) as pages:
-                if pages.register(0, mmap.PAGESIZE):
-                    return None
-            if runtime.registers_read_only == was_read_only:
-                break
-        return f"{runtime.name} does not register pages of a file"
-    finally:
-        os.close(fd)
-
-
 def _map(fd: int, begin: int, nbytes: int) -> torch.Tensor:
     mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
     with warnings.catch_warnings():

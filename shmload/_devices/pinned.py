@@ -22,21 +22,16 @@ class PinnedRing:
 
     Args:
         ring: stays the caller's.
-        runtime: of the device that pins it; other devices may fetch from there too. None for not
-            pinning it.
+        runtime: of the device that pins it; other devices may fetch from there too.
         memory: pinned memory to use instead of the ring's, at least as large; None for the ring's.
     """
 
-    def __init__(
-        self, ring: Ring, runtime: Runtime | None, memory: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, ring: Ring, runtime: Runtime, memory: torch.Tensor | None = None) -> None:
         self._slot_nbytes = ring.shape.slot_nbytes
+        self._runtime = runtime if memory is None else None
         if memory is None:
             memory = torch.frombuffer(ring.memory, dtype=torch.uint8)
-        else:
-            runtime = None
         self._memory = memory
-        self._runtime = runtime
         self._seen: set[int] = set()
         self._registered: list[int] = []
         self._is_refused = False

@@ -16,7 +16,6 @@ from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.origin import Segments
 from shmload._devices.pinned import PinnedRing
 from shmload._devices.waiting import Waiting
-from shmload._devices.ways import WAYS
 from shmload._host.descriptors import inode_of
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -56,20 +55,17 @@ def test_pipeline_equals_the_library(saved, device, family, limit):
     assert_same(got, reference(source, torch.bfloat16), device)
 
 
-@pytest.mark.parametrize("pin", ["auto", *WAYS])
 @pytest.mark.parametrize("keep", [False, True])
-def test_every_way_of_feeding(saved, device, evicts, configure, tmp_path, pin, keep):
-    configure(cache_dir=tmp_path)
+def test_kept_and_private_pipelines_are_fed(saved, device, evicts, keep):
     source = saved("flux")
-    got = load(source, pin=pin, keep=keep)
+    got = load(source, keep=keep)
     assert_same(got, reference(source, torch.bfloat16), device)
 
 
-@pytest.mark.parametrize("pin", list(WAYS))
-def test_large_tensors(evicts, pin):
+def test_large_tensors(evicts):
     module = nn.ModuleList(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(40))
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    shmload.to_device(module, 0, pin=pin)
+    shmload.to_device(module, 0)
     assert all(torch.equal(t.cpu(), wanted[name]) for name, t in module.state_dict().items())
 
 
@@ -200,10 +196,10 @@ def large_model(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_large_tensors_of_segments_are_registered(large_model, device, evicts, keep):
+def test_large_tensors_of_segments_arrive(large_model, device, evicts, keep):
     wanted = reference(large_model, torch.bfloat16)
     for _ in range(2):  # with `keep` the second one attaches
-        assert_same(load(large_model, pin="register", keep=keep), wanted, device)
+        assert_same(load(large_model, keep=keep), wanted, device)
 
 
 def test_refused_registration_leaves_no_error_behind(device):

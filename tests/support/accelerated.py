@@ -7,10 +7,8 @@ from torch import nn
 import shmload
 
 
-def load(source, torch_dtype=torch.bfloat16, device_map="cuda", pin="ring", **kwargs):
-    return shmload.load_pipeline(
-        source, torch_dtype=torch_dtype, device_map=device_map, pin=pin, **kwargs
-    )
+def load(source, torch_dtype=torch.bfloat16, device_map="cuda", **kwargs):
+    return shmload.load_pipeline(source, torch_dtype=torch_dtype, device_map=device_map, **kwargs)
 
 
 def models_of(pipe):

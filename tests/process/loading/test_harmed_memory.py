@@ -6,17 +6,15 @@ import shutil
 import diffusers
 import pytest
 import torch
-from devices import LateDevice
 
 import shmload
 from shmload._building import examining
-from shmload._devices import calibration
 from shmload._host.memo import Memo
 from shmload._settings import settings
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
 
-_STORES = {"classes", "pins", "proofs", "rules", "skeletons", "unpickled"}
+_STORES = {"classes", "proofs", "rules", "skeletons", "unpickled"}
 
 
 @pytest.fixture
@@ -26,7 +24,7 @@ def examine():
 
 
 @pytest.fixture
-def load(saved, configure, tmp_path, monkeypatch, evicts):
+def load(saved, configure, tmp_path, evicts):
     """Return what makes loads that use every store, and compares what they give."""
     source = saved("stable-diffusion")
     place = {"cache_dir": tmp_path / "cache"}
@@ -37,7 +35,6 @@ def load(saved, configure, tmp_path, monkeypatch, evicts):
     torch.save(tensors, older, _use_new_zipfile_serialization=False)
 
     def load_all(**given):
-        monkeypatch.setattr(calibration, "_noted", set())
         configure(skeletons=1, **(place | given))
         got = shmload.load_model("AutoencoderKL", source, **vae).state_dict()
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -48,8 +45,6 @@ def load(saved, configure, tmp_path, monkeypatch, evicts):
         got = pipe.vae.state_dict()
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
         assert torch.equal(shmload.load_state_dict(older)["a"], tensors["a"])
-        choice = calibration.choose_way("auto", LateDevice(), 1 << 30)
-        choice.note(1.0, 0)
 
     return load_all
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
 from comparing import reference
-from devices import LateDevice
 from diffusers import FluxPipeline
-from pipelines import FAMILIES, save_with_large_tensors
+from pipelines import FAMILIES
 from torch import nn
 
 import shmload
@@ -111,25 +110,6 @@ def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
     source = saved("wan")
     got = load(source, max_host_memory=limit)
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
-
-
-@pytest.mark.parametrize("read_only", ["yes", "no", "refused"])
-def test_segments_are_registered_also_where_drivers_want_writable_pages(
-    tmp_path, evicts, monkeypatch, accelerators, read_only
-):
-    """The segment is attached, so its descriptor is for reading only."""
-    source = save_with_large_tensors(tmp_path / "large")
-    shmload.warm(source, torch_dtype=torch.bfloat16)
-    device = LateDevice(read_only=read_only)
-    monkeypatch.setattr(placing, "runtime_of", lambda name: device)
-    got = load(source, pin="register", keep=True)
-    assert device.calls.count("register") >= 2  # a page to ask with, and a window
-    assert device.largest_registered > 40e6
-    assert not device.registered
-    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
-    (segment,) = shmload.segments()
-    assert not segment.is_leased
-    shmload.verify(segment.name)
 
 
 # What only the build finds out --------------------------------------------------------------------

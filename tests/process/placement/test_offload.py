@@ -130,12 +130,6 @@ def test_driver_that_wants_writable_pages_pins_them(saved, device, evicts, is_kn
     assert 0 < own.nbytes <= sum(n + 4095 for n in device.registered.values())
 
 
-def test_pin_off_pins_nothing(saved, device):
-    got = shmload.load_pipeline(saved("flux"), dtype="bfloat16", device_map=_PIPELINE, pin="off")
-    assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
-    assert not device.registered
-
-
 def test_model_that_waits_has_its_state(saved, device):
     got = load(saved("flux"), device_map=_PIPELINE)
     for name, model in models_of(reference(saved("flux"), torch.bfloat16)).items():

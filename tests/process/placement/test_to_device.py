@@ -16,7 +16,7 @@ def test_any_module_goes_to_a_device(accelerators):
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     weight = module[0].weight
-    assert shmload.to_device(module, "cuda:1", pin="ring") is module
+    assert shmload.to_device(module, "cuda:1") is module
     assert module[0].weight is weight
     assert accelerators["cuda:1"].calls.count("copy") > 0
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.state_dict().items())
@@ -28,7 +28,7 @@ def test_inference_mode(accelerators, is_made_inside):
         module = nn.Linear(8, 8)
     wanted = module.weight.clone()
     with torch.inference_mode():
-        shmload.to_device(module, 0, pin="ring")
+        shmload.to_device(module, 0)
         assert torch.equal(module.weight, wanted)
 
 
@@ -41,7 +41,7 @@ def test_module_stays_as_it_was_where_torch_cannot_move_a_part(accelerators, mon
     module[1].weight = Stubborn(torch.zeros(8, 8))
     before = module[0].weight.data_ptr()
     with pytest.raises(RuntimeError, match="no"):
-        shmload.to_device(module, 0, pin="ring")
+        shmload.to_device(module, 0)
     assert module[0].weight.data_ptr() == before
 
 
@@ -56,5 +56,5 @@ def test_module_stays_as_it_was_where_a_device_is_full(accelerators):
     module = nn.Linear(8, 8)
     before = module.weight.data_ptr()
     with pytest.raises(torch.OutOfMemoryError):
-        shmload.to_device(module, 0, pin="ring")
+        shmload.to_device(module, 0)
     assert module.weight.data_ptr() == before
