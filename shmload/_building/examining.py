@@ -12,7 +12,6 @@ import torch
 from msgspec.structs import replace
 
 from shmload._building.build import Build
-from shmload._building.compat import lazy_names
 from shmload._building.conditions import Trace, conditions_of, without_unmet
 from shmload._building.draws import CannotRepeat, Draw, Draws, next_number, renumber
 from shmload._building.effects import Effects, Message, Watch, set_seeds
@@ -34,6 +33,7 @@ from shmload._building.sameness import Comparison, Different
 from shmload._building.skeletons import Skeleton
 from shmload._building.snapshot import Snapshot, is_memo
 from shmload._building.stand_ins import StandIns
+from shmload._compat import lazy_names
 from shmload._host.memo import Memo
 from shmload._host.procfs import mappings, modified_nbytes
 from shmload._host.shm import SHM_DIR

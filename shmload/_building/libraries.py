@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from shmload._building.compat import EMPTYING
+from shmload._compat import EMPTYING
 from shmload._host.changes import Change, add_lock
 from shmload.errors import LibrariesDisturbed
 

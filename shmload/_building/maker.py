@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from shmload._building.compat import dtype_keyword, is_missing, missing_backends
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for
 from shmload._checkpoints.wanted import Wanted
+from shmload._compat import dtype_keyword, is_missing, missing_backends
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, LibraryMissing
 

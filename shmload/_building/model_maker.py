@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from shmload._building.compat import class_mapped, dtype_keyword
 from shmload._building.keywords import require_taken_by_model
 from shmload._building.maker import Maker, as_torch, find_class_named, require_installed
 from shmload._checkpoints.dtypes import AUTO
@@ -18,6 +17,7 @@ from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
 from shmload._checkpoints.wanted import Wanted
+from shmload._compat import class_mapped, dtype_keyword
 from shmload.errors import ArgumentError
 
 _LIBRARIES = ("diffusers", "transformers")

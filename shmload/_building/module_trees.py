@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from shmload._building.compat import float32_patterns, indivisible_classes
 from shmload._building.libraries import libraries
 from shmload._building.mapped import modules_of
 from shmload._building.rules import (
@@ -23,6 +22,7 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
+from shmload._compat import float32_patterns, indivisible_classes
 from shmload._loading.shard import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of

@@ -18,17 +18,17 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from transformers import PreTrainedModel
 
-from shmload._building.compat import (
-    OWN_HASH,
-    define_apply,
-    make_normed,
-    norm_of,
-)
 from shmload._building.conditions import stamp_of
 from shmload._building.libraries import what_is_behind
 from shmload._building.mapped import Spans, modules_of
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
+from shmload._compat import (
+    OWN_HASH,
+    define_apply,
+    make_normed,
+    norm_of,
+)
 from shmload._host.descriptors import Inode, inode_of
 from shmload._host.fingerprint import Stamp
 from shmload._host.shm import reopen

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from shmload._building.compat import class_for_task, connected_class, takes_connected
 from shmload._building.keywords import CHOOSING_KEYWORDS, FINDING_KEYWORDS, require_taken
 from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.hub import find_source
@@ -20,6 +19,7 @@ from shmload._checkpoints.resolve import Source, components_with_weights
 from shmload._checkpoints.rule import library_versions
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant
+from shmload._compat import class_for_task, connected_class, takes_connected
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload._host.memo import Memo

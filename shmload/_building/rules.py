@@ -10,16 +10,16 @@ from typing import Any
 
 from packaging import version
 
-from shmload._building.compat import (
+from shmload._building.libraries import libraries
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.resolve import Checkpoint
+from shmload._checkpoints.rule import RAW, Rule
+from shmload._compat import (
     float32_patterns,
     kept_in_float32,
     make_from_config,
     unrenamed,
 )
-from shmload._building.libraries import libraries
-from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.resolve import Checkpoint
-from shmload._checkpoints.rule import RAW, Rule
 from shmload._wording import logger_of
 
 logger = logger_of(__name__)

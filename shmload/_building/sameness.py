@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmload._building.compat import OWN_HASH
 from shmload._building.mapped import Spans
 from shmload._building.parts import ATTRIBUTES, children
+from shmload._compat import OWN_HASH
 
 _Parts = list[tuple[Any, Any]]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from shmload._building.compat import (
+from shmload._building.parts import modules
+from shmload._compat import (
     REGISTRIES,
     global_hooks,
     lazy_names,
     reader,
 )
-from shmload._building.parts import modules
 
 # Python's own, and so of programs that set none; a lower one may end a build.
 _RECURSION_LIMIT = 1000

@@ -14,11 +14,11 @@ from types import FunctionType, ModuleType
 
 import torch
 
-from shmload._building.compat import lazy_names
 from shmload._building.effects import hears_details
 from shmload._building.libraries import what_is_behind
 from shmload._building.parts import modules
 from shmload._building.state import Tables, constants, modes, other_mode, replaced_name
+from shmload._compat import lazy_names
 from shmload._host.fingerprint import Fingerprint, files_below
 
 _OTHER_VARIABLES = {"SHMLOAD_REDIRECT"}  # says how a call came here, not what it does

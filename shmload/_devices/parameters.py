@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from shmload._compat import takes_data_of
+
 
 def put(
     holder: nn.Module, name: str, memory: torch.Tensor, made: dict[int, nn.Parameter]
@@ -25,7 +27,7 @@ def put(
     """
     parameter = holder._parameters[name]
     assert parameter is not None
-    if torch._has_compatible_shallow_copy_type(parameter, memory):
+    if takes_data_of(parameter, memory):
         parameter.data = memory
         return parameter
     if id(parameter) not in made:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shmload._compat import added_device_kind
 from shmload.errors import ArgumentError, DeviceUnsupported
 
 if TYPE_CHECKING:
@@ -99,5 +100,4 @@ def runtime_of(device: "torch.device") -> "Runtime":
 def _added_kind() -> str | None:
     """Return the kind of device that a package has added to torch; None without torch."""
     torch = sys.modules.get("torch")
-    name = torch and torch._C._get_privateuse1_backend_name()
-    return str(name) if name else None
+    return added_device_kind(torch) if torch else None

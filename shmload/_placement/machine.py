@@ -6,6 +6,7 @@ Guarantee: where NVIDIA's management library answers, no question makes a contex
 from collections.abc import Collection
 from typing import Any
 
+from shmload._compat import has_cuda_context
 from shmload._host import nvml
 from shmload._settings import local_rank
 
@@ -82,10 +83,7 @@ def _free_by_nvml(indices: list[int], kind: str) -> dict[int, int]:
 
 def _has_context(index: int) -> bool:
     """Tell whether this process has a context on a CUDA device."""
-    import torch
-
-    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return bool(ask and _module("cuda").is_initialized() and ask(index))
+    return _module("cuda").is_initialized() and has_cuda_context(index)
 
 
 def _kind() -> str:

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
-from shmload._building.compat import dtype_keyword, find
 from shmload._building.libraries import Said, inside, is_inside
+from shmload._compat import dtype_keyword, find
 from shmload._redirecting.arguments import Call, InDoubt, names_known, read_call
 from shmload._redirecting.patches import (
     LIBRARIES,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from shmload._building.compat import is_in_mode
 from shmload._building.libraries import libraries_lock
 from shmload._building.pipeline_maker import PipelineMaker, connected_to
 from shmload._checkpoints.hub import find_cached
@@ -15,6 +14,7 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted
 from shmload._checkpoints.weights import has_blocks, why_file_is_unread
+from shmload._compat import is_in_mode
 from shmload._redirecting.arguments import Call, InDoubt
 from shmload._redirecting.patches import OF_FILES, Kind
 from shmload.errors import ShmloadError

@@ -117,9 +117,10 @@ _WAITS = """
 import select, sys, types
 from shmload import __main__
 from shmload._cli import warming
-start, pids = warming.Child, []
-def begin(module, arguments, **options):
-    begun = start("http.server", ["0", "--bind", "127.0.0.1"], **options)
+from shmload._ipc import procs
+start, pids = procs.start, []
+def begin(module, *arguments, **options):
+    begun = start("http.server", "0", "--bind", "127.0.0.1", **options)
     pids.append(begun.pid)
     return begun
 class Poll:
@@ -129,7 +130,7 @@ class Poll:
     def poll(self):
         print("AT", *pids, flush=True)
         return self.real.poll()
-warming.Child = begin
+procs.start = begin
 warming.select = types.SimpleNamespace(poll=Poll, POLLIN=select.POLLIN)
 sys.argv[1:] = ["warm", sys.argv[1], "--jobs", "2"]
 __main__.run()

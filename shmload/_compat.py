@@ -1,4 +1,4 @@
-"""Private names of the model libraries and of torch that building uses, and what reads them.
+"""Private names of the model libraries and of torch, and what reads them: they stand here alone.
 
 The table has each. A release may move one: then a quicker way is lost, or an answer becomes an
 error; it is never a wrong result. A test looks for each, and fails by its name. The classes of
@@ -25,6 +25,8 @@ NAMES = {
     "torch._C:_get_mem_efficient_sdp_enabled": _ANEW,
     "torch._C:_len_torch_dispatch_stack": f"{_ANEW}; redirect leaves all to the libraries",
     "torch._C:_len_torch_function_stack": f"{_ANEW}; redirect leaves all to the libraries",
+    "torch._C:_get_privateuse1_backend_name": "devices that a package adds to torch are refused",
+    "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
     "torch:_weight_norm": "no skeletons of models with normed weights",
     "torch.nn.modules.module:_global_forward_hooks": _ANEW,
     "torch.nn:Module._buffers": "an error",
@@ -80,6 +82,27 @@ def find(where: str) -> Any:
 
 
 # torch --------------------------------------------------------------------------------------------
+
+
+def added_device_kind(torch: ModuleType) -> str | None:
+    """Return the kind of device that a package has added to torch."""
+    name = torch._C._get_privateuse1_backend_name()
+    return str(name) if name else None
+
+
+def takes_data_of(tensor: "torch.Tensor", other: "torch.Tensor") -> bool:
+    """Tell whether a tensor's `data` may be set to the other, as `Module.to` asks."""
+    import torch
+
+    return bool(torch._has_compatible_shallow_copy_type(tensor, other))
+
+
+def has_cuda_context(index: int) -> bool:
+    """Tell whether this process has a context on a CUDA device; False in doubt."""
+    import torch
+
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # builds for the CPU have none
+    return bool(ask and ask(index))
 
 
 def reader(name: str) -> Callable[[], object]:

@@ -1,0 +1,89 @@
+"""The private names of the libraries are where shmload looks; if one moves, this names it."""
+
+import ast
+import functools
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+
+from shmload import _compat as compat
+from shmload._building import state
+
+pytestmark = pytest.mark.libraries
+
+_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_ROOT = Path(__file__).parents[2]
+_MODULES = [
+    path.relative_to(_ROOT)
+    for folder in ("shmload", "workers", "integrations")
+    for path in sorted((_ROOT / folder).rglob("*.py"))
+]
+# A base class has to be named where it is used.
+_BASES = {"torch.utils._python_dispatch"}
+
+# What came with transformers 5.
+_NEW = ("transformers.conversion_mapping", "transformers.core_model_loading")
+
+
+@pytest.mark.parametrize("where", compat.NAMES)
+def test_name_is_there(where):
+    if where.startswith(_NEW) and transformers.__version__ < "5":
+        pytest.skip("an older transformers")
+    home, _, path = where.partition(":")
+    *above, name = path.split(".")
+    holder = functools.reduce(getattr, above, importlib.import_module(home))
+    # Attributes that a constructor sets, and inner functions, are in the code alone.
+    assert hasattr(holder, name) or name in inspect.getsource(holder), compat.NAMES[where]
+
+
+def test_mode_whose_name_has_moved_is_another_each_time(monkeypatch):
+    monkeypatch.setitem(state.MODES, "flash attention", compat.reader("_no_such_mode"))
+    assert state.other_mode(state.modes()) == "flash attention"
+
+
+def test_package_that_does_not_tell_its_names_counts_as_replaced(monkeypatch):
+    import diffusers
+
+    assert state.replaced_name() is None
+    monkeypatch.delitem(vars(diffusers), "_class_to_module")
+    assert state.replaced_name() == "diffusers"
+
+
+@pytest.mark.parametrize("where", ["no_such_module:name", "torch:_no_such_name"])
+def test_name_that_has_moved_is_none(where):
+    assert compat.find(where) is None
+
+
+@pytest.mark.parametrize("path", _MODULES, ids=str)
+def test_no_other_module_names_what_is_private_to_a_library(path):
+    if path.name != "_compat.py":
+        assert not private_names((_ROOT / path).read_text()) - _BASES
+
+
+def test_private_names_are_found():
+    code = "import torch._C\nfrom diffusers.utils._x import y\ndef f():\n  torch.nn._z(1)"
+    assert private_names(code) == {"torch._C", "diffusers.utils._x", "torch.nn._z"}
+
+
+def private_names(code):
+    """Return the dotted names of a library in some code that have a private part."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Import(names=names):
+                found |= {each.name for each in names}
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                found |= {module} | {
+                    f"{module}.{each.name}" for each in names if each.name[0] == "_"
+                }
+            case ast.Attribute():
+                found.add(ast.unparse(node))
+    return {
+        name
+        for name in found
+        if name.split(".")[0] in _LIBRARIES
+        and any(part[0] == "_" and part[:2] != "__" for part in name.split("."))
+    }
