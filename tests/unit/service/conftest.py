@@ -11,8 +11,10 @@ def state(monkeypatch):
     """A service's state whose workers are not started."""
 
     class Nobody:
-        is_intact = True
         workers = 1
+
+        def ended(self):
+            return []
 
         def silent_workers(self, timeout_s):
             return 0
