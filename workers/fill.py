@@ -99,6 +99,8 @@ class Filler:
         key = (run.source, run.target)
         if key not in self._converters:
             # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
+            import numpy  # noqa: F401 first: ml_dtypes would hide that there is no memory for it
+
             from shmload.workers.convert import make_converter
 
             self._converters[key] = make_converter(*key, _BLOCK_NBYTES)

@@ -45,7 +45,7 @@ class Quantising(transformers.CLIPTextModel):
 
 def asked(**kwargs):
     names = ("max_memory", "max_host_memory", "share", "workers", "progress")
-    given = dict.fromkeys(names) | {"pin": "auto", "keep": False, "verify": False}
+    given = dict.fromkeys(names) | {"keep": False, "verify": False}
     return Options(**given | {"device_map": "cuda:0"} | kwargs)
 
 

@@ -281,7 +281,7 @@ def test_what_no_source_can_mend_is_said_before_the_source_is_looked_for(
     ],
 )
 def test_model_by_itself_has_paths_of_its_own(saved, accelerators, loads, device_map, match):
-    arguments = {"subfolder": "vae", "dtype": torch.bfloat16, "pin": "ring"}
+    arguments = {"subfolder": "vae", "dtype": torch.bfloat16}
     with pytest.raises(shmload.ArgumentError, match=match):
         shmload.load_model("AutoencoderKL", saved("flux"), device_map=device_map, **arguments)
     assert loads == []

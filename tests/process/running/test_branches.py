@@ -39,7 +39,7 @@ _ADDRESS = re.compile(rb"0x[0-9a-f]{6,}")
 _OTHER_IN_A_BRANCH = (
     *("argv", "globals", "main", "environ", "limits", "streams", "descriptors", "next descriptor"),
     *("input", "exit", "error", "interrupt", "SIGKILL", "SIGSEGV", "atexit", "atexit of C"),
-    *("thread", "daemon", "native id", "stack", "frame", "warn", "pickle", "modules"),
+    *("thread", "daemon", "native id", "frame", "warn", "pickle", "modules"),
     *("modules of json", "modules of numpy", "order of modules", "submodule", "import again"),
     *("reload", "filters", "logging", "garbage", "main thread", "recursion limit", "handlers"),
     *("mask", "hooks", "codecs", "decimal", "asyncio", "no children", "subprocess", "fork"),

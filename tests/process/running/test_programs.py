@@ -376,7 +376,7 @@ _TOLD_AND_KEPT = (
         "interrupt",
         "SIGKILL",
     ),
-    *("stack", "modules", "local module", "handlers", "mask", "no children", "fork"),
+    *("modules", "local module", "handlers", "mask", "no children", "fork"),
     *("m:json.tool", "m:this_is_no_module", "w:folder", "w:archive", "w:link", "w:no code"),
     *("w:words like options", "w:module of a dot", "c:error", "c:syntax error"),
 )
