@@ -28,6 +28,7 @@ import click
 from caption_table import captions_for, read_captions
 
 import shmload
+from shmload._results.names import FORMATS
 from shmload.integrations import dataprep
 from shmload.integrations.results import Results, ResultsReport, continued_order
 
@@ -315,7 +316,7 @@ def report_on(report: ResultsReport) -> int:
     "--format",
     default="safetensors",
     show_default=True,
-    type=click.Choice(["safetensors", "parquet", "webdataset"]),
+    type=click.Choice([*FORMATS]),
     help="Format of the shards.",
 )
 @click.option("--retry-failed", is_flag=True, help="Try pictures again that failed earlier.")
