@@ -18,7 +18,7 @@ from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_
 from shmload._segments.layout import Layout
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
 from shmload._segments.names import new_part_name, part_name
-from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay, attach
+from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay, attach, finished
 from shmload._segments.users import holders
 from shmload._wording import logger_of
 from shmload.errors import SegmentRemoved, SegmentTimeout, SegmentUntrusted
@@ -198,7 +198,7 @@ class Awaited(Descriptor):
                 is_part = is_named(self.fd, part_name(self.name))
                 metadata = read_metadata(self.fd)
                 if not is_part and metadata and metadata.digest:
-                    return Segment(self.name, self.take())
+                    return finished(self.name, self.take())
                 unlock(self.fd)  # or our own lock would keep us from taking over
                 found = acquire(self.name, needs_name=self._needs_name)
                 self.close()

@@ -275,6 +275,19 @@ def attach(name: str) -> Segment | None:
     if not (wait_lock(fd, exclusive=False, timeout_s=1.0) and is_named(fd, name)):
         os.close(fd)
         return None
+    return finished(name, fd)
+
+
+def finished(name: str, fd: int) -> Segment:
+    """Return a complete segment, read-only from now on.
+
+    Args:
+        name: of the segment.
+        fd: of it, with a lease; the segment's from now on, or closed.
+
+    Raises:
+        SegmentTimeout, SharedMemoryFull: as `changing_mode`, of a segment that is still writable.
+    """
     segment = Segment(name, fd)
     try:
         end_writing(fd, name)

@@ -2,11 +2,12 @@
 
 import mmap
 import os
+import stat
 
 import pytest
 
 from shmload._checkpoints.header import Header
-from shmload._host.shm import is_named, shm_open, shm_unlink, write_at
+from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments import part as building
 from shmload._segments import removal
 from shmload._segments import segment as attaching
@@ -15,7 +16,7 @@ from shmload._segments.metadata import DIGEST_OFFSET, Metadata
 from shmload._segments.names import part_name
 from shmload._segments.part import Awaited, Part, acquire
 from shmload._segments.removal import remove_idle, remove_if_free
-from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.segment import READ_ONLY, Segment, Stay, attach
 from shmload.errors import SegmentTimeout
 
 DIGEST = "1" * 32
@@ -95,6 +96,18 @@ def test_builder_that_dies_before_the_segment_has_its_name_is_replaced(name, shm
     with waiting.wait(1.0) as found:
         assert isinstance(found, Part)
     assert shm_names() == []
+
+
+def test_builder_that_is_killed_once_its_part_has_a_name_leaves_no_writable_segment(name):
+    builder = acquire(name)
+    builder.prepare(LAYOUT)
+    waiting = acquire(name)
+    assert isinstance(waiting, Awaited)
+    write_at(builder.fd, DIGEST.encode(), DIGEST_OFFSET)
+    shm_rename(part_name(name), name)
+    os.close(builder.take())
+    with waiting.wait(1.0) as found:
+        assert stat.S_IMODE(os.fstat(found.fd).st_mode) == READ_ONLY
 
 
 def test_builder_that_gives_up_is_replaced_even_while_its_part_is_mapped(name):
