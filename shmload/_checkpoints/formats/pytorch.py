@@ -44,6 +44,9 @@ _MOST_TIMES = 4
 _ALWAYS_NBYTES = 64 << 20
 _PICKLE = "/data.pkl"
 _BYTE_ORDER = "/byteorder"
+_VERSIONS = ("/.data/version", "/version")
+_IDENTITY = "/.data/serialization_id"
+_NUMBERS = ("/.format_version", "/.storage_alignment")
 # Of a zip archive's first local header.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
@@ -134,7 +137,28 @@ def _read_kept(file: _File) -> Header:
     pickle = read_pickle(os.pread(file.fd, pickled.nbytes, pickled.begin))
     found = find_tensors(pickle, StoredTensor, may_be_nested=file.may_be_nested)
     tensors = tuple(_place(name, tensor, folder, members) for name, tensor in found.items())
+    _require_records(file.fd, folder, members)
     return Header(tensors=tensors, metadata=None, data_offset=0)
+
+
+def _require_records(fd: int, folder: str, members: dict[str, Member]) -> None:
+    """Refuse an archive that torch refuses, for what it has beside pickle and storages.
+
+    Raises:
+        NoTensors: it has no version, other bytes in the place of a number or text, or members in
+            several folders.
+    """
+    if not any(folder + each in members for each in _VERSIONS):
+        raise NoTensors("it has no version")
+    for each in (*_VERSIONS, *_NUMBERS):
+        member = members.get(folder + each)
+        if member and not os.pread(fd, min(member.nbytes, 16), member.begin).strip().isdigit():
+            raise NoTensors(f"its {each!r} is no number")
+    identity = members.get(folder + _IDENTITY)
+    if identity and not os.pread(fd, min(identity.nbytes, 4096), identity.begin).isascii():
+        raise NoTensors(f"its {_IDENTITY!r} is no text")
+    if not all(name.startswith(f"{folder}/") for name in members):
+        raise NoTensors("its members are in several folders")
 
 
 def _place(name: str, tensor: StoredTensor, folder: str, members: dict[str, Member]) -> TensorSpec:

@@ -318,12 +318,13 @@ class _Machine:
 def _rebuild(function: str, arguments: Any) -> StoredTensor:
     """Return the tensor that torch's function of that name would make."""
     # Whether it needs a gradient is the model's business, as of a tensor in safetensors.
-    storage, offset, shape, strides, _needs_grad, hooks, *others = arguments
+    storage, offset, shape, strides, needs_grad, hooks, *others = arguments
     if not isinstance(storage, Storage):
         raise TypeError
     dtype = _dtype(others.pop(0)) if function == _V3 else storage.dtype
     if hooks or any(others) or not dtype:
         raise UnknownPickle("it has a tensor with hooks or attributes")
+    _require_fit(needs_grad, dtype)
     shape = tuple(map(_size, shape))
     count = _count(shape, strides, NBITS[dtype])
     begin, nbytes = _size(offset) * NBITS[dtype] // 8, count * NBITS[dtype] // 8
@@ -332,6 +333,14 @@ def _rebuild(function: str, arguments: Any) -> StoredTensor:
     elif begin + nbytes > storage.nbytes:
         raise NoTensors("it has a tensor that is larger than its storage")
     return StoredTensor(storage, dtype, shape, begin, nbytes)
+
+
+def _require_fit(needs_grad: Any, dtype: str) -> None:
+    """Refuse what torch refuses: a gradient of integers."""
+    if type(needs_grad) is not bool:
+        raise TypeError
+    if needs_grad and not dtype.startswith(("F", "BF", "C")):
+        raise NoTensors(f"it has a tensor of {dtype} that needs a gradient")
 
 
 def _count(shape: tuple[int, ...], strides: Any, nbits: int) -> int:
@@ -352,11 +361,12 @@ def _count(shape: tuple[int, ...], strides: Any, nbits: int) -> int:
 
 def _unwrapped(arguments: Any) -> StoredTensor:
     """Return the tensor that a parameter consists of."""
-    tensor, _needs_grad, hooks = arguments
+    tensor, needs_grad, hooks = arguments
     if not isinstance(tensor, StoredTensor):
         raise TypeError
     if hooks:
         raise UnknownPickle("it has a parameter with hooks")
+    _require_fit(needs_grad, tensor.dtype)
     return tensor
 
 

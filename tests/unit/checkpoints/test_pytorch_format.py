@@ -230,6 +230,10 @@ def test_member_that_is_said_to_be_a_folder_is_refused(header_of):
         ("archive/byteorder", b"big", "big-endian"),
         ("archive/data.pkl", b"", "damaged at byte"),
         ("archive/data.pkl", b"\x80\x04.", "protocol 4"),
+        ("archive/version", b"three", "its '/version' is no number"),
+        ("archive/.storage_alignment", b"6a", "its '/.storage_alignment' is no number"),
+        ("archive/.data/serialization_id", b"12\xff", "is no text"),
+        ("other/data/0", b"", "in several folders"),
     ],
 )
 def test_lying_member_is_refused(header_of, name, content, why):
@@ -264,7 +268,7 @@ def test_archive_of_several_parts_is_refused(header_of, record, offset):
 
 
 def test_missing_members_are_refused(header_of):
-    for name in ("archive/data.pkl", "archive/data/0"):
+    for name in ("archive/data.pkl", "archive/data/0", "archive/version"):
         members = parts({"a": torch.ones(2)})
         del members[name]
         with pytest.raises(CheckpointError):
