@@ -159,7 +159,6 @@ class Examination:
         made = replace(made, conditions=conditions)
         used = replace(used, conditions=conditions)
         gc.collect()
-        gc.disable()
         snapshots = Snapshot(), Snapshot(modules_in(used.reach))
         watch = _watch()
 
@@ -325,6 +324,7 @@ class Examination:
 
 
 def _watch() -> Watch:
+    gc.disable()  # what ends of earlier work would count as left by a build
     own = f"{SHM_DIR}/{name_prefix()}"
     return Watch(lambda path: path.startswith(own))
 

@@ -56,8 +56,8 @@ STAGES = {
         "",
         """
         def wait(handle):
-            note("loading")
             try:
+                note("loading")
                 time.sleep(1000)
             finally:
                 os.kill(os.getpid(), signal.SIGIO)  # a close tells once more
