@@ -35,17 +35,17 @@ from shmload._building.mapped import (
 )
 from shmload._building.paths import PathRepair
 from shmload._building.pickling import Models
-from shmload._building.pipeline_maker import HANDED_ON_TOO, PREFIXES
 from shmload._building.queued import Request, ask
 from shmload._building.skeletons import (
     Skeleton,
     skeleton_key,
     skeleton_memo,
 )
+from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source, has_none_else, weight_files
-from shmload._checkpoints.rule import Rule, forget_rule
+from shmload._checkpoints.rule import Rule
 from shmload._devices.hollow import BytesNeeded
 from shmload._host.changes import Change
 from shmload._host.procfs import mappings, modified_nbytes
@@ -59,10 +59,6 @@ logger = logger_of(__name__)
 
 # Builds of one pipeline that other threads may disturb before that is an error.
 _MOST_BUILDS = 3
-# The beginning of diffusers' warning about models that are passed in.
-_PASSED = "You have passed a non-standard module"
-# The beginning of its warning about a pipeline without one; `components` left it out on purpose.
-_NO_CHECKER = "You have disabled the safety checker"
 
 
 class Build:
@@ -309,13 +305,8 @@ class Build:
             if not self._source.checkpoints and self._is_local:
                 return self._from_path(given, {})  # there are no other files to lend
             view = lending.enter_context(View(self._source.root, self._files()))
-            repair = PathRepair(view.path, self._root, given, self._said)
-            if models:
-                repair.silence(_PASSED)
-            if any(name.startswith(PREFIXES) for name in self._kwargs):
-                repair.silence(HANDED_ON_TOO)
-            if "safety_checker" in self._maker.left_out:
-                repair.silence(_NO_CHECKER)
+            unsaid = self._maker.unsaid(self._kwargs, passes_models=bool(models))
+            repair = PathRepair(view.path, self._root, given, self._said, unsaid)
             with repair.in_messages():
                 say(messages)
                 made = self._from_path(str(view.path), models or {})

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from shmload._checkpoints.chosen_rule import likely_rule, rule_for
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import dtype_keyword, is_missing, missing_backends
 from shmload._wording import nearest
@@ -103,6 +104,15 @@ class Maker:
     def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of a checkpoint, by the classes that were imported."""
         return rule_for(checkpoint, dtype)
+
+    def unsaid(self, kwargs: Mapping[str, Any], *, passes_models: bool) -> tuple[str, ...]:
+        """Return the beginnings of what the library logs only because of how shmload calls it.
+
+        Args:
+            kwargs: for `from_pretrained`.
+            passes_models: models are among them that the user has not passed.
+        """
+        return ()
 
     def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
         """Let the library build it.

@@ -9,13 +9,14 @@ import msgspec
 
 from shmload._building.keywords import require_taken_by_model
 from shmload._building.maker import Maker, as_torch, find_class_named, require_installed
+from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import class_mapped, dtype_keyword
 from shmload.errors import ArgumentError

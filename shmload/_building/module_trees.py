@@ -17,11 +17,12 @@ from shmload._building.rules import (
     find_class,
     make_meta_model,
 )
+from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import Rule
 from shmload._compat import float32_patterns, indivisible_classes
 from shmload._loading.shard import stored_sizes, stored_tensors
 from shmload._placement.modules import Component, Module, join, parent_of

@@ -29,6 +29,7 @@ class PathRepair:
         given: the source as the user named it; replaces the view's directory itself.
         said: what earlier builds of the same pipeline logged; this build does not repeat it, and
             adds what it logs.
+        unsaid: the beginnings of messages that nobody is to see.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PathRepair:
         root: str,
         given: str | os.PathLike[str],
         said: set[tuple[str, int, str]],
+        unsaid: tuple[str, ...] = (),
     ) -> None:
         import torch
 
@@ -48,7 +50,7 @@ class PathRepair:
         self._given = given
         self._said = said
         self._saying: set[tuple[str, int, str]] = set()
-        self._silenced: tuple[str, ...] = ()
+        self._unsaid = unsaid
 
     def text(self, text: str) -> str:
         """Repair a text that mentions paths."""
@@ -107,15 +109,11 @@ class PathRepair:
             waiting.append(value)
         return value
 
-    def silence(self, beginning: str) -> None:
-        """Hide the libraries' log messages with this beginning from all handlers."""
-        self._silenced += (beginning,)
-
     @contextlib.contextmanager
     def in_messages(self) -> Iterator[None]:
         """Repair paths in log records and warnings of all threads, and in the block's error.
 
-        Hides log records that are in `said`, and adds to it what was logged.
+        Hides log records that are in `said` or `unsaid`, and adds to it what was logged.
         """
         try:
             with repaired_messages(self):
@@ -139,7 +137,7 @@ class PathRepair:
             return
         if record.name.startswith(_LIBRARIES):
             key = (record.name, record.levelno, message)
-            if key in self._said or message.startswith(self._silenced):
+            if key in self._said or message.startswith(self._unsaid):
                 record.levelno = -1  # below the level of any handler
             self._saying.add(key)
         rewrite(record, message)

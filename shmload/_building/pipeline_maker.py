@@ -11,12 +11,12 @@ import msgspec
 
 from shmload._building.keywords import CHOOSING_KEYWORDS, FINDING_KEYWORDS, require_taken
 from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
+from shmload._checkpoints.chosen_rule import library_versions
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source, components_with_weights
-from shmload._checkpoints.rule import library_versions
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant
 from shmload._compat import class_for_task, connected_class, takes_connected
@@ -172,6 +172,16 @@ class PipelineMaker(Maker):
         class_name = self._class.__name__ if is_named else ""
         return msgspec.structs.replace(without_others(source, taken), class_name=class_name)
 
+    def unsaid(self, kwargs: Mapping[str, Any], *, passes_models: bool) -> tuple[str, ...]:
+        """Return the beginnings of diffusers' warnings about what the user has not asked for."""
+        reasons = {
+            "You have passed a non-standard module": passes_models,
+            "You have disabled the safety checker": "safety_checker" in self.left_out,
+            # It hands these components on under this name, too.
+            "Keyword arguments {'prior_": any(name.startswith(_PREFIXES) for name in kwargs),
+        }
+        return tuple(text for text, holds in reasons.items() if holds)
+
     def make(
         self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]
     ) -> "DiffusionPipeline":
@@ -302,9 +312,7 @@ def _parts_memo(class_name: str) -> Memo[ClassParts]:
 # Kandinsky, Stable Cascade and Wuerstchen keep a decoder and its prior in two repositories. The
 # card of the decoder's names the other one, and `from_pretrained` of a combined class loads it in
 # its middle. Components of it that are passed in are not loaded again.
-PREFIXES = ("prior_",)
-HANDED_ON_TOO = "Keyword arguments {'prior_"
-"""The beginning of diffusers' warning: it hands these components on under this name, too."""
+_PREFIXES = ("prior_",)
 _CARD = "README.md"
 _MAX_CARD_NBYTES = 1 << 20
 _NAMES_A_PRIOR = re.compile(r"\A---[^\S\n]*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
@@ -346,7 +354,7 @@ def connected_to(
     from huggingface_hub import ModelCard
 
     card = ModelCard.load(source.root / _CARD).data
-    for prefix in PREFIXES:
+    for prefix in _PREFIXES:
         named = getattr(card, prefix.removesuffix("_"), None)
         # A URL came with somebody else's model, and would use this user's credentials.
         if named and not is_url(str(named[0])):

@@ -1,4 +1,4 @@
-"""Pipelines that were loaded before their program started; `preparing` loads them.
+"""Pipelines that were loaded before their program started; `shmload._preparing` loads them.
 
 `load_pipeline` returns one if the arguments, the source's files, the code and the settings are the
 same, and its segments are still there.

@@ -17,6 +17,7 @@ import msgspec
 
 from shmload._building.keywords import FILE_KEYWORDS
 from shmload._building.maker import Maker, as_torch, find_class_named, require_installed, with_dtype
+from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
@@ -25,7 +26,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
-from shmload._checkpoints.rule import Rule, wanted_dtype
+from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
 from shmload._checkpoints.weights import has_blocks, why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread, UnknownArgument

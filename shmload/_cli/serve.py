@@ -212,13 +212,9 @@ def _ending_by_signals(state: ServiceState) -> Iterator[None]:
 
 def _serve_http(host: str, port: int, state: ServiceState) -> None:
     # Imported here: a service without --metrics needs no server.
-    from shmload._service.metrics import ServiceCollector
     from shmload._service.web import make_app, serve_http
 
-    app = make_app(
-        ServiceCollector(state), unhealthy=state.reasons_unhealthy, unready=state.reasons_unready
-    )
-    port = serve_http(host, port, app)
+    port = serve_http(host, port, make_app(state))
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("metrics at %s/metrics; also /healthz and /readyz", url, extra={"url": url})
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.formats.known import variant_of
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.rule import Rule, is_known, rule_for
+from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load

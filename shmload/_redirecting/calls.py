@@ -14,6 +14,7 @@ from shmload._redirecting.patches import (
     OF_FILES,
     OF_PIPELINES,
     Kind,
+    Options,
     Patch,
     method_of,
 )
@@ -21,7 +22,6 @@ from shmload._redirecting.sources import (
     require_known_source,
     require_ordinary_surroundings,
 )
-from shmload._redirecting.switch import Options
 from shmload._segments.messages import message_of, repaired_messages
 from shmload._wording import logger_of, printing
 from shmload.errors import (

@@ -6,7 +6,7 @@ A patch is a method in front of the one that was there.
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shmload._building.libraries import register_wrapper
 
@@ -50,6 +50,15 @@ def classes_of(module: ModuleType) -> list[tuple[type, Kind]]:
         and found.__module__ == module.__name__
         and isinstance(vars(found).get(method_of(kind)), classmethod)
     ]
+
+
+class Options(NamedTuple):
+    """How calls are redirected."""
+
+    keep: bool | str
+    """As for `load_pipeline`."""
+    is_verbose: bool
+    """Say on standard error how each call goes."""
 
 
 # Patches ------------------------------------------------------------------------------------------

@@ -5,22 +5,13 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmload._host.changes import add_lock
-from shmload._redirecting.patches import MODULES, Patch, Patches, classes_of
+from shmload._redirecting.patches import MODULES, Options, Patch, Patches, classes_of
 from shmload._wording import logger_of
 
 logger = logger_of("shmload.redirect")
-
-
-class Options(NamedTuple):
-    """How calls are redirected."""
-
-    keep: bool | str
-    """As for `load_pipeline`."""
-    is_verbose: bool
-    """Say on standard error how each call goes."""
 
 
 _lock = add_lock("the switch of redirect")

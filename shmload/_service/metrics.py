@@ -11,11 +11,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from shmload._segments.roots import Root, tell_apart
 from shmload._service.protocol import DecodeStatus, ModelUse
-from shmload._version import __version__
 
 # With this the library would keep all numbers in files, beside those of another program.
 os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
@@ -26,11 +24,7 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-if TYPE_CHECKING:
-    from shmload._service.state import ServiceState
+from prometheus_client.core import Metric
 
 MAX_MODELS = 200
 """Number of models that are remembered."""
@@ -61,20 +55,6 @@ _OF_MODEL = {
     "read_bytes": "Bytes of a model's weights read.",
     "failed_decodes": "Decodes of a model that did not end well.",
 }
-# Name after `shmload_`, attribute of `Status`, help text.
-_GAUGES = (
-    ("resident_bytes", "resident_nbytes", "Shared memory of segments."),
-    ("budget_bytes", "budget_nbytes", "What may be resident."),
-    ("room_bytes", "room_nbytes", "Memory that is free for segments."),
-    ("segments", "segments", "Resident segments."),
-    ("pinned_segments", "pinned", "Segments that are never evicted."),
-    ("workers", "workers", "Worker processes."),
-    ("waiting_decodes", "waiting", "Decodes that wait for workers."),
-    ("waiting_for_room", "waiting_for_room", "Loads that wait for room in the budget."),
-    ("reserved_bytes", "reserved_nbytes", "Room that loads have reserved for what they decode."),
-    ("clients", "clients", "Connections."),
-    ("uptime_seconds", "uptime_s", "Time since the service started."),
-)
 
 
 class RunningDecode:
@@ -303,27 +283,6 @@ class Usage:
         with self._lock:
             known = dict(self._intervals)
         return tuple(known.get(latest - back, 0) for back in reversed(range(_INTERVALS)))
-
-
-class ServiceCollector(Collector):
-    """Reads the service's state at each scrape."""
-
-    def __init__(self, state: "ServiceState") -> None:
-        self._state = state
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
-        status = self._state.status()
-        for name, attribute, text in _GAUGES:
-            yield GaugeMetricFamily(f"shmload_{name}", text, getattr(status, attribute))
-        yield GaugeMetricFamily("shmload_leased_segments", "Segments in use.", len(status.leases))
-        failed = len(self._state.preloading.failed)
-        text = "Sources that could not be preloaded."
-        yield GaugeMetricFamily("shmload_failed_preloads", text, failed)
-        build = GaugeMetricFamily("shmload_build", "The version, as a label.", labels=("version",))
-        build.add_metric([__version__], 1)
-        yield build
-        yield from self._state.usage.collect()
 
 
 def _name_of(model: Root) -> str:

@@ -16,14 +16,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from shmload._service.state import ServiceState
+from shmload._version import __version__
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 
@@ -39,24 +42,33 @@ _MAX_CLIENTS = 32
 _RETRY_S = 0.1
 _METHODS = ("GET", "HEAD")
 
-Reasons = Callable[[], Sequence[str]]
+# Name after `shmload_`, attribute of `Status`, help text.
+_GAUGES = (
+    ("resident_bytes", "resident_nbytes", "Shared memory of segments."),
+    ("budget_bytes", "budget_nbytes", "What may be resident."),
+    ("room_bytes", "room_nbytes", "Memory that is free for segments."),
+    ("segments", "segments", "Resident segments."),
+    ("pinned_segments", "pinned", "Segments that are never evicted."),
+    ("workers", "workers", "Worker processes."),
+    ("waiting_decodes", "waiting", "Decodes that wait for workers."),
+    ("waiting_for_room", "waiting_for_room", "Loads that wait for room in the budget."),
+    ("reserved_bytes", "reserved_nbytes", "Room that loads have reserved for what they decode."),
+    ("clients", "clients", "Connections."),
+    ("uptime_seconds", "uptime_s", "Time since the service started."),
+)
+
+_Reasons = Callable[[], Sequence[str]]
 """Returns why the answer is no, each in words; nothing if it is yes. Called from any thread."""
 
 
-def make_app(metrics: Collector, *, unhealthy: Reasons, unready: Reasons) -> "WSGIApplication":
-    """Return the application that answers the requests.
-
-    Args:
-        metrics: collected at each request for them.
-        unhealthy: says why the service is not healthy.
-        unready: says why it is not ready.
-    """
+def make_app(state: ServiceState) -> "WSGIApplication":
+    """Return the application that answers the requests."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
+    registry.register(ServiceMetrics(state))
     pages = {
         "/metrics": make_wsgi_app(registry),
-        "/healthz": _page_of(unhealthy),
-        "/readyz": _page_of(unready),
+        "/healthz": _page_of(state.reasons_unhealthy),
+        "/readyz": _page_of(state.reasons_unready),
     }
 
     def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
@@ -100,6 +112,27 @@ def serve_http(host: str, port: int, app: "WSGIApplication") -> int:
     server.set_app(app)
     threading.Thread(target=server.serve_forever, name="shmload-http", daemon=True).start()
     return int(server.server_port)
+
+
+class ServiceMetrics(Collector):
+    """Reads the service's state at each scrape."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        status = self._state.status()
+        for name, attribute, text in _GAUGES:
+            yield GaugeMetricFamily(f"shmload_{name}", text, getattr(status, attribute))
+        yield GaugeMetricFamily("shmload_leased_segments", "Segments in use.", len(status.leases))
+        failed = len(self._state.preloading.failed)
+        text = "Sources that could not be preloaded."
+        yield GaugeMetricFamily("shmload_failed_preloads", text, failed)
+        build = GaugeMetricFamily("shmload_build", "The version, as a label.", labels=("version",))
+        build.add_metric([__version__], 1)
+        yield build
+        yield from self._state.usage.collect()
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -179,7 +212,7 @@ class _Handler(WSGIRequestHandler):
         """Log nothing: a supervisor asks every few seconds."""
 
 
-def _page_of(reasons: Reasons) -> "WSGIApplication":
+def _page_of(reasons: _Reasons) -> "WSGIApplication":
     def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
         found = reasons()
         if found:

@@ -265,12 +265,6 @@ def _inherited_descriptors() -> list[int]:
 # In the ordinary way ----------------------------------------------------------------------------
 
 
-def flags_of_this_process() -> list[str]:
-    """Return the options with which this interpreter was started, as they were given."""
-    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
-
-
 def command_of(program: "Program") -> list[bytes]:
     """Return the command that runs a program."""
     option = {"module": [b"-m"], "code": [b"-c"]}.get(program.kind, [])

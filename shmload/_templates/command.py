@@ -4,7 +4,8 @@ import contextlib
 import os
 import sys
 
-from shmload._templates.caller import SHMLOAD, flags_of_this_process, run, run_plainly
+from shmload._templates.caller import SHMLOAD, run, run_plainly
+from shmload._templates.kind import flags_of_this_process
 from shmload._templates.messages import Program
 from shmload._templates.variables import REDIRECT
 

@@ -103,6 +103,12 @@ def _installed(folder: str) -> int | None:
         return None
 
 
+def flags_of_this_process() -> list[str]:
+    """Return the options with which this interpreter was started, as they were given."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
+
+
 def session_and_terminal() -> tuple[int, int]:
     """Return this process's session, and its controlling terminal's number; 0 for none."""
     with open("/proc/self/stat", "rb", buffering=0) as file:

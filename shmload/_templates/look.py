@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from shmload._host.procfs import rollup_nbytes
 from shmload._templates import kind, messages, place, wire
-from shmload._templates.caller import SHMLOAD, flags_of_this_process
-from shmload._templates.kind import has_ended, is_stopped
+from shmload._templates.caller import SHMLOAD
+from shmload._templates.kind import flags_of_this_process, has_ended, is_stopped
 from shmload._templates.messages import About, End, Look, Message, Noted
 from shmload._templates.start import start_template
 from shmload._wording import logger_of

@@ -19,7 +19,7 @@ from shmload._templates.stash import Stash
 from shmload._templates.variables import note_variables
 
 _DOOR = "shmload._building.prepared"
-_LOADS = "shmload._building.preparing"
+_LOADS = "shmload._preparing"
 _CODE = "shmload._building.unchanged"
 _CALLED = "shmload.integrations.diffusers"
 _MAX_PIPELINES = 4

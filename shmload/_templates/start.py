@@ -4,8 +4,12 @@ import os
 import sys
 
 from shmload._templates import place, wire
-from shmload._templates.caller import flags_of_this_process
-from shmload._templates.kind import is_subreaper, renew_session_keyring, session_and_terminal
+from shmload._templates.kind import (
+    flags_of_this_process,
+    is_subreaper,
+    renew_session_keyring,
+    session_and_terminal,
+)
 from shmload._templates.variables import first_environment, read_on_import
 
 TYPE_CHECKING = False
@@ -17,7 +21,7 @@ MODULES = (
     "diffusers",
     "transformers",
     "shmload.integrations.diffusers",
-    "shmload._building.preparing",
+    "shmload._preparing",
     "shmload.integrations.redirect",
     "shmload._redirecting.calls",
 )

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 import shmload
 from shmload._building.module_trees import component_of, components_of
+from shmload._checkpoints.chosen_rule import rule_for
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rule import rule_for
 from shmload._checkpoints.wanted import Wanted
 from shmload._cli.main import main
 from shmload._placement.inventory import limit_inventory

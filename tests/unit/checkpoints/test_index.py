@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shmload._checkpoints.chosen_rule import likely_rule
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.rule import likely_rule
 from shmload._checkpoints.wanted import Wanted
 from shmload.errors import (
     ArgumentError,

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shmload._segments.roots import Root
-from shmload._service.metrics import ServiceCollector
+from shmload._service.web import ServiceMetrics
 
 _DOCS = Path(__file__).parents[3] / "docs"
 _METRIC = re.compile(r"\bshmload_\w+")
@@ -29,7 +29,7 @@ def families(state):
     state.usage.note(model, hits=1, misses=1)
     with state.usage.decoding(model, 1) as running:
         running.begin()
-    return list(ServiceCollector(state).collect())
+    return list(ServiceMetrics(state).collect())
 
 
 @pytest.fixture

@@ -13,20 +13,14 @@ from serving import drip
 
 from shmload._segments.roots import Root
 from shmload._service import web
-from shmload._service.metrics import BUCKETS_S, MAX_MODELS, ServiceCollector
+from shmload._service.metrics import BUCKETS_S, MAX_MODELS
 from shmload._service.web import make_app
 
 
 @pytest.fixture
 def ask(state):
     """Ask for a path; returns the status code and the text."""
-    app = validator(
-        make_app(
-            ServiceCollector(state),
-            unhealthy=state.reasons_unhealthy,
-            unready=state.reasons_unready,
-        )
-    )
+    app = validator(make_app(state))
 
     def get(path, method="GET"):
         environ = {
@@ -141,9 +135,7 @@ def listening(state):
     """A server that runs in a thread; returns its address."""
     server = web._Server("127.0.0.1", 0)
     server.daemon_threads = False  # closing it waits for them
-    server.set_app(
-        make_app(ServiceCollector(state), unhealthy=state.reasons_unhealthy, unready=list)
-    )
+    server.set_app(make_app(state))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server.server_address
