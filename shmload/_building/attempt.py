@@ -113,7 +113,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def _ways(self) -> Iterator[Way]:
         if self.options.tries_to_share:
             yield SHARED if self.route.may_stream else SHARED._replace(gives_up_on=())
-        if ring := self.route.open_ring(self.source):
+        destination = self.route.destination
+        if destination and self.route.may_stream and (ring := destination.open_ring(self.source)):
             yield RING._replace(ring=ring)
         yield Way(self.options.stay)
 

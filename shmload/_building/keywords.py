@@ -138,7 +138,7 @@ def require_taken(
     kwargs: dict[str, Any],
     source: Source,
     function: Callable[..., Any],
-    find_class: Callable[[Source], Any] | None = None,
+    find_class: Callable[[Source], Any],
 ) -> None:
     """Refuse a keyword that neither shmload, the library nor the pipeline takes.
 
@@ -146,7 +146,7 @@ def require_taken(
         kwargs: what a function got beside the arguments in its signature.
         source: the pipeline.
         function: the function, for errors.
-        find_class: returns the class to build from the source; None for the one that it names.
+        find_class: returns the class to build from the source.
 
     Raises:
         UnknownArgument: with the nearest name that is taken.
@@ -158,12 +158,28 @@ def require_taken(
     unknown = kwargs.keys() - listed
     if not unknown:
         return
-    chosen = (find_class or _class_of)(source)
-    if chosen is None:  # the source brings its own code
-        return
+    chosen = find_class(source)
     from diffusers import DiffusionPipeline
 
-    _require_listed(kwargs, listed, chosen, DiffusionPipeline, function)
+    _require_listed(kwargs, listed, chosen, DiffusionPipeline.from_pretrained, function)
+
+
+def require_taken_by_file(
+    kwargs: Collection[str], function: Callable[..., Any], find_class: Callable[[], Any]
+) -> None:
+    """Refuse a keyword that neither `from_single_file` nor the class takes.
+
+    Args:
+        kwargs: what a function got beside the arguments in its signature.
+        function: the function, for errors.
+        find_class: returns the class.
+
+    Raises:
+        UnknownArgument: with the nearest name that is taken.
+    """
+    if not FILE_KEYWORDS.issuperset(kwargs):
+        chosen = find_class()
+        _require_listed(kwargs, FILE_KEYWORDS, chosen, chosen.from_single_file, function)
 
 
 def require_taken_by_model(
@@ -186,7 +202,7 @@ def require_taken_by_model(
     chosen = find_class()
     from diffusers import ModelMixin
 
-    _require_listed(kwargs, MODEL_KEYWORDS, chosen, ModelMixin, function)
+    _require_listed(kwargs, MODEL_KEYWORDS, chosen, ModelMixin.from_pretrained, function)
 
 
 @contextlib.contextmanager
@@ -219,22 +235,23 @@ def _require_listed(
     kwargs: Collection[str],
     listed: Collection[str],
     chosen: Any,
-    base: Any,
+    method: Any,
     function: Callable[..., Any],
 ) -> None:
     """Refuse a keyword that is not listed and that the constructor of a class does not take.
 
     Args:
         kwargs: the keywords.
-        listed: what `from_pretrained` of the base takes.
-        chosen: the class. One that loads in its own way may take anything.
-        base: the class of diffusers whose `from_pretrained` is known.
+        listed: what the method takes.
+        chosen: the class. One that loads by another method of this name may take anything.
+        method: of diffusers, by which classes load.
         function: the function, for errors.
 
     Raises:
         UnknownArgument: with the nearest name that is taken.
     """
-    if getattr(chosen.from_pretrained, "__func__", None) is not base.from_pretrained.__func__:
+    own = getattr(chosen, method.__name__)
+    if getattr(own, "__func__", None) is not method.__func__:
         return
     taken = _parameters_of(chosen)
     if taken is None:
@@ -243,16 +260,9 @@ def _require_listed(
         known = {each for each in (*listed, *taken) if not each.startswith("_")}
         raise UnknownArgument(
             name,
-            [function.__qualname__, f"{chosen.__name__}.from_pretrained"],
+            [function.__qualname__, f"{chosen.__name__}.{method.__name__}"],
             known | named_arguments(function),
         )
-
-
-def _class_of(source: Source) -> Any:
-    """Return the class that a source names; None if it brings its own code."""
-    import diffusers
-
-    return getattr(diffusers, source.class_name, None) if source.class_name else None
 
 
 def _parameters_of(found: type) -> set[str] | None:

@@ -307,6 +307,20 @@ def _parts_memo(class_name: str) -> Memo[ClassParts]:
     return Memo("classes", ClassParts, (library_versions(), class_name))
 
 
+def download(repo_id: str, **kwargs: Any) -> str:
+    """Bring the files of a pipeline into the hub cache; return their directory.
+
+    Args:
+        repo_id: the hub id.
+        kwargs: as for `DiffusionPipeline.download`.
+    """
+    from diffusers import DiffusionPipeline
+
+    # So the card comes, too, which names the prior of a combined pipeline.
+    given = kwargs | {"load_connected_pipeline": True}
+    return str(DiffusionPipeline.download(repo_id, **given))
+
+
 # Connected sources -------------------------------------------------------------------------------
 
 # Kandinsky, Stable Cascade and Wuerstchen keep a decoder and its prior in two repositories. The

@@ -11,7 +11,6 @@ from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
 from shmload._checkpoints.resolve import Source, has_none_else
 from shmload._checkpoints.wanted import require_bools
-from shmload._decoding.ring import Ring
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._loading.progress import Callback
 from shmload._placement.device_map import STRATEGIES
@@ -35,14 +34,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
     may_stream: bool
     """Weights may pass through a ring: they go to devices and nothing has to stay on the host."""
-
-    def open_ring(self, source: Source) -> Ring | None:
-        """Return a ring for the weights to pass through, the caller's; None if they need none.
-
-        Raises:
-            ArgumentError: memory of the host is limited, and some weights are to stay there.
-        """
-        return self.destination.open_ring(source) if self.destination and self.may_stream else None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +131,8 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
     """
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)
-    _require_map(options)
+    if options.device_map is None and options.max_memory is not None:
+        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
     if options.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
         return
     # A folder counts later, if the weights are not quantised: then the library has them.
@@ -162,9 +154,8 @@ def _parse_destination(
     """Return where the weights go; None if they stay, or if the library copies them.
 
     Raises:
-        ArgumentError: an argument is wrong, or does not go with another.
+        ArgumentError: as `require_readable`.
     """
-    _require_map(options)
     if options.device_map is None:
         return None
     if is_quantised(source, kwargs):
@@ -174,11 +165,6 @@ def _parse_destination(
             kwargs["max_memory"] = options.max_memory
         return None
     return _destination(options, kwargs.pop("offload_folder", None), source.components)
-
-
-def _require_map(options: Options) -> None:
-    if options.device_map is None and options.max_memory is not None:
-        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
 
 
 def _destination(

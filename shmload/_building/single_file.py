@@ -6,16 +6,15 @@ tensors may be cast before, as long as nothing computes with them; `Movement` wa
 """
 
 import contextlib
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from shmload._building.keywords import FILE_KEYWORDS
+from shmload._building.keywords import require_taken_by_file
 from shmload._building.maker import Maker, as_torch, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
@@ -27,9 +26,9 @@ from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.wanted import Hub, Wanted, named_arguments
+from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import has_blocks, why_file_is_unread
-from shmload.errors import ArgumentError, PickleUnread, UnknownArgument
+from shmload.errors import ArgumentError, PickleUnread
 
 _METHOD = "from_single_file"
 
@@ -108,7 +107,7 @@ class SingleFileMaker(Maker):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
         with whole_libraries():
-            self.require_taken(kwargs, function)
+            require_taken_by_file(kwargs, function, self.find_class)
         return found, self.settle_dtype(wanted.dtype, found)
 
     def import_classes(self, source: Source) -> Source:
@@ -139,26 +138,6 @@ class SingleFileMaker(Maker):
                 _require_method(found, self.argument)
             self._class = found
         return self._class
-
-    def require_taken(self, kwargs: Iterable[str], function: Callable[..., Any]) -> None:
-        """Refuse a keyword that neither `from_single_file` nor the class takes.
-
-        Args:
-            kwargs: what a function got beside the arguments in its signature.
-            function: the function, for errors.
-
-        Raises:
-            UnknownArgument: with the nearest name that is taken.
-        """
-        unknown = sorted(set(kwargs).difference(FILE_KEYWORDS))
-        if not unknown:
-            return
-        found = self.find_class()
-        taken = FILE_KEYWORDS.union(inspect.signature(found.__init__).parameters) - {"self"}
-        for name in unknown:
-            if name not in taken:
-                functions = [function.__qualname__, f"{found.__name__}.{_METHOD}"]
-                raise UnknownArgument(name, functions, taken | named_arguments(function))
 
     def settle_dtype(self, dtype: object, source: Source) -> object:
         """Return the dtype, with a name in place of `auto`.

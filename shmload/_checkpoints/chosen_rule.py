@@ -42,11 +42,11 @@ def rule_for(checkpoint: Checkpoint, dtype: object) -> Rule:
         UnknownDtype: a name is not that of a dtype.
     """
     target = wanted_dtype(dtype, checkpoint.component)
-    rule = _known_rule(checkpoint, target)
-    if rule is None:
-        rule = library().derive_rule(checkpoint, target)
-        _memo(checkpoint, target).write(rule)
-    return rule
+    if known := _known_rule(checkpoint, target):
+        return known
+    derived: Rule = library("rules").derive_rule(checkpoint, target)
+    _memo(checkpoint, target).write(derived)
+    return derived
 
 
 def is_known(checkpoint: Checkpoint, dtype: object) -> bool:

@@ -1,8 +1,7 @@
 """The one door from the core to the model libraries.
 
 The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Some
-questions need them. `shmload.integrations.library` answers these and is imported when the first is
-asked. No other module of the core names `integrations`.
+questions need them. Modules of `_building` answer these, and are imported when the first is asked.
 """
 
 import contextlib
@@ -11,41 +10,11 @@ import re
 import sys
 import weakref
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 from shmload._host.changes import Change, free, free_locks, give_up_imports, modules_in_work
 from shmload._host.limits import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
-
-if TYPE_CHECKING:
-    from shmload._checkpoints.resolve import Checkpoint, Source
-    from shmload._checkpoints.rule import Rule
-    from shmload._placement.modules import Component
-
-
-class Library(Protocol):
-    """What the core asks of the model libraries."""
-
-    def import_libraries(self) -> None:
-        """Import the model libraries, which takes some seconds once."""
-
-    def derive_rule(self, checkpoint: "Checkpoint", target: str | None) -> "Rule":
-        """Return the dtype rule of a checkpoint's class; `target` is a safetensors dtype."""
-
-    def describe_components(
-        self, source: "Source", dtype: object, only: Collection[str] | None
-    ) -> "tuple[Component, ...]":
-        """Return the module trees of a pipeline's components, with sizes in bytes."""
-
-    def as_taken(self, source: "Source", pipeline_class: object) -> "Source":
-        """Return a pipeline as a class takes it; it may import the class."""
-
-    def skeletons_of(self, given: str) -> list[tuple[str, str, str]]:
-        """Return class, dtype and the reason against a skeleton, for each remembered load."""
-
-    def download(self, repo_id: str, **kwargs: Any) -> str:
-        """Bring the files of a pipeline on the hub into the hub cache; return their directory."""
-
 
 # Those of the model libraries that are imported in parts, beside torch.
 _PACKAGES = ("accelerate", "diffusers", "huggingface_hub", "safetensors", "transformers")
@@ -132,11 +101,11 @@ def _require_whole_torch() -> None:
         raise ImportCutShort(package)
 
 
-def library() -> Library:
-    """Import the module that answers with the help of the model libraries, and return it.
+def library(module: str) -> Any:
+    """Import a module of `_building`, which answers with the help of the model libraries.
 
     Raises:
         ImportCutShort: as `whole_libraries`.
     """
     _require_whole_torch()
-    return cast("Library", importlib.import_module("shmload.integrations.library"))
+    return importlib.import_module(f"shmload._building.{module}")

@@ -182,7 +182,8 @@ def _source(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:
         yield "skeletons", ("ok", "none: they are for directories and hub ids", "")
         return
     has_diffusers = importlib.util.find_spec("diffusers") is not None
-    found = library().skeletons_of(source) if has_diffusers else ()
+    known = library("skeletons").skeletons_of(source) if has_diffusers else ()
+    found = [(each.class_name, each.dtype, each.reason) for each in known]
     yield "skeletons", checks.skeletons(settings().skeletons, found)
 
 

@@ -65,7 +65,7 @@ class Mapping(NamedTuple):
 def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> FileSystem | None:
     """Return the file system that a device number belongs to; None if it cannot be read."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), mountinfo.open() as mounts:
+    with contextlib.suppress(OSError), mountinfo.open(encoding="latin-1") as mounts:
         for line in mounts:
             # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type, device,
             # (11) options of the file system

@@ -52,7 +52,7 @@ def find_with_rules(
         if not found.is_pipeline:
             raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
         with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
-            found = library().as_taken(found, pipeline_class)
+            found = library("pipeline_maker").PipelineMaker(pipeline_class).taken(found)
     return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
 
 
@@ -112,7 +112,7 @@ def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
                 ),
                 whole_libraries(),
             ):
-                library().import_libraries()
+                library("rules").import_libraries()
         with steps.during(Step.DERIVING_RULES, doing):
             return {each.component: rule_for(each, dtype) for each in checkpoints}
 

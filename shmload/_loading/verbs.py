@@ -227,7 +227,7 @@ def plan(
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         with paused_gc():
-            described = library().describe_components(
+            described = library("module_trees").components_of(
                 found, settle_dtype(wanted.dtype, found), components
             )
         devices = choose_inventory(inventory, max_memory)

@@ -146,21 +146,3 @@ def layers(function: Any) -> list[Any]:
     while (function := getattr(function, "__wrapped__", None)) is not None:
         found.append(function)
     return found
-
-
-class Patches:
-    """All patches that are in force; each class has at most one."""
-
-    def __init__(self, route: Router) -> None:
-        self._route = route
-        self._made: dict[type, Patch] = {}
-
-    def add(self, owner: type, kind: Kind) -> None:
-        """Patch a class, unless that was done."""
-        if owner not in self._made:
-            self._made[owner] = Patch(owner, kind, self._route)
-
-    def undo(self) -> None:
-        """Undo all."""
-        while self._made:
-            self._made.popitem()[1].undo()

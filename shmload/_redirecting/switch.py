@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from shmload._host.changes import add_lock
-from shmload._redirecting.patches import MODULES, Options, Patch, Patches, classes_of
+from shmload._redirecting.patches import MODULES, Options, Patch, classes_of
 from shmload._wording import logger_of
 
 logger = logger_of("shmload.redirect")
@@ -56,7 +56,7 @@ class _Installation:
     """The patches, and the finder that adds to them what is imported later."""
 
     def __init__(self) -> None:
-        self._patches = Patches(_route)
+        self._made: dict[type, Patch] = {}
         self._finder = Finder(MODULES, self._patch)
         sys.meta_path.insert(0, self._finder)
 
@@ -75,7 +75,8 @@ class _Installation:
             with _lock:
                 if _installed in (None, self):
                     for owner, kind in classes_of(module):
-                        self._patches.add(owner, kind)
+                        if owner not in self._made:
+                            self._made[owner] = Patch(owner, kind, _route)
         except Exception:  # an import must not fail because of it
             logger.warning("%s is not redirected", module.__name__, exc_info=True)
 
@@ -83,7 +84,8 @@ class _Installation:
         """Restore everything."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
-        self._patches.undo()
+        while self._made:
+            self._made.popitem()[1].undo()
 
 
 def _route(patch: Patch, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

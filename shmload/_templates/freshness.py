@@ -13,6 +13,7 @@ from collections.abc import Collection
 from stat import S_ISLNK
 
 from shmload._host.fingerprint import Fingerprint, fingerprint
+from shmload._host.procfs import file_system
 
 _MASK = 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 """IN_MODIFY, ATTRIB, MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF: inotify(7)."""
@@ -88,8 +89,11 @@ def _watch(places: set[str]) -> int | None:
         A descriptor, which can be read when something has changed.
     """
     above = {os.path.dirname(place) for place in places}
-    devices = _local_devices()
-    if not all(_is_local(place, devices) for place in places):
+    try:
+        devices = {os.stat(place).st_dev for place in places}
+    except OSError:
+        return None
+    if not all((found := file_system(each)) and found.kind in _LOCAL for each in devices):
         return None
     libc = ctypes.CDLL(None)
     fd = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
@@ -108,22 +112,3 @@ def _has_told(watch: int) -> bool:
         while os.read(watch, 1 << 16):
             has_told = True
     return has_told
-
-
-def _is_local(place: str, devices: set[str]) -> bool:
-    """Tell whether every change of a directory or file comes through this kernel."""
-    try:
-        device = os.stat(place).st_dev
-    except OSError:
-        return False
-    return f"{os.major(device)}:{os.minor(device)}" in devices
-
-
-def _local_devices() -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="latin-1") as file:
-        for line in file:
-            before, _, after = line.partition(" - ")
-            if after.split(" ", 1)[0] in _LOCAL:
-                found.add(before.split()[2])
-    return found

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from shmload._redirecting.patches import Patch, Patches
+from shmload._redirecting.patches import Patch
 
 
 def _library_code(source):
@@ -119,13 +119,3 @@ def test_method_of_a_subclass_is_noticed(base):
 
 def test_name_of_the_path_is_that_of_the_innermost_function(base):
     assert Patch(base, "pipeline", _route).path_argument == "path"
-
-
-def test_patches_have_one_for_each_class(base):
-    patches = Patches(_route)
-    before = vars(base)["from_pretrained"]
-    patches.add(base, "pipeline")
-    patches.add(base, "pipeline")
-    assert base.from_pretrained("a") == ("routed", ("Base", "a", {}))
-    patches.undo()
-    assert vars(base)["from_pretrained"] is before
