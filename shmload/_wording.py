@@ -18,18 +18,16 @@ def format_nbytes(nbytes: float) -> str:
 
 def format_age(elapsed_s: float) -> str:
     """Write how long ago something was, such as `12 s`, `5 min`, `3 h` or `2 days`."""
-    elapsed_s = max(0.0, elapsed_s)  # the clock may have been set back
-    if elapsed_s < 60:
-        return f"{elapsed_s:.0f} s"
-    if elapsed_s < 3600:
-        return f"{elapsed_s // 60:.0f} min"
-    if elapsed_s < 48 * 3600:
-        return f"{elapsed_s // 3600:.0f} h"
-    return f"{elapsed_s // 86400:.0f} days"
+    return format_time(elapsed_s, most=1)
 
 
-def format_time(left_s: float) -> str:
-    """Write how long something lasts, in one or two units, such as `1 h 59 min`; never too long."""
+def format_time(left_s: float, *, most: int = 2) -> str:
+    """Write how long something lasts, in one or two units, such as `1 h 59 min`; never too long.
+
+    Args:
+        left_s: in seconds; below 0 if the clock was set back.
+        most: how many units at most.
+    """
     left = max(0, int(left_s))
     if left < 60:
         return f"{left} s"
@@ -37,7 +35,7 @@ def format_time(left_s: float) -> str:
     days, hours = divmod(hours, 24) if hours >= 48 else (0, hours)
     units = (("days", days), ("h", hours), ("min", minutes))
     words = [f"{number} {unit}" for unit, number in units if number]
-    return " ".join(words[:2])
+    return " ".join(words[:most])
 
 
 def count_of(number: int, one: str, several: str | None = None) -> str:

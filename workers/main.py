@@ -16,13 +16,11 @@ pidfd of the coordinator tells.
 
 import os
 import select
-import signal
 import socket
-import sys
 import traceback
 
 from shmload._host.limits import is_lack_of_memory
-from shmload._ipc.frames import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, serve_parent
 from shmload.errors import ProtocolError
 from shmload.workers.fill import Filler
 from shmload.workers.messages import (
@@ -43,17 +41,8 @@ from shmload.workers.messages import (
 from shmload.workers.reader import FillError, Source, examine_source
 
 
-def main(channel_fd: int, parent: int) -> None:
+def serve(channel: socket.socket, parent_fd: int) -> None:
     """Serve one coordinator until it is gone."""
-    # Ctrl-C goes to the whole foreground group; the coordinator decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = take_channel(channel_fd)
-    try:
-        parent_fd = os.pidfd_open(parent)
-    except ProcessLookupError:
-        return
-    if os.getppid() != parent:
-        return
     worker = _Worker(channel, parent_fd)
     send(channel, Ready(VERSION, os.getpid()))
     poll = select.poll()
@@ -134,7 +123,4 @@ def _reopen(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), int(sys.argv[2]))
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)  # the coordinator closed while we answered
+    serve_parent(serve)

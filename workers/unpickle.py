@@ -10,8 +10,7 @@ which waits for the answer. No other module of shmload imports this, and torch w
 
 import os
 import re
-import signal
-import sys
+import socket
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -32,7 +31,7 @@ from shmload._checkpoints.formats.unpickled import (
 from shmload._checkpoints.header import TensorSpec
 from shmload._host.limits import is_lack_of_memory
 from shmload._host.shm import write_at
-from shmload._ipc.frames import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, serve_parent
 from shmload._ipc.procs import die_with_parent
 from shmload.errors import CapacityError, ProtocolError
 
@@ -50,14 +49,8 @@ _skip_data = getattr(torch.serialization, "skip_data", nullcontext)
 _NAME = re.compile(r"GLOBAL (\S+)")
 
 
-def main(channel_fd: int, parent: int) -> None:
+def serve(channel: socket.socket, _: int) -> None:
     """Answer one request."""
-    # Ctrl-C goes to the whole foreground group; the one who asks decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    if os.getppid() != parent:
-        return
-    channel = take_channel(channel_fd)
     inbox = Inbox(channel)
     while (frame := inbox.next_frame()) is None:
         if not inbox.receive():
@@ -205,7 +198,5 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), int(sys.argv[2]))
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)  # the one who asked has gone while we answered
+    die_with_parent()
+    serve_parent(serve)

@@ -48,7 +48,7 @@ from shmload._checkpoints.resolve import Source, has_none_else, weight_files
 from shmload._checkpoints.rule import Rule
 from shmload._devices.hollow import BytesNeeded
 from shmload._host.changes import Change
-from shmload._host.procfs import mappings, modified_nbytes
+from shmload._host.procfs import is_modified, mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings
@@ -343,7 +343,7 @@ class Build:
         if not components:
             return True
         # A page copied on write before decoding finished still has zeros around the write.
-        if any(map(modified_nbytes, mappings(self._load.holdings.unfinished_inodes()))):
+        if any(map(is_modified, mappings(self._load.holdings.unfinished_inodes()))):
             return False
         spans = Spans(self._load.holdings.inodes())
         models = (m for name, m in self.models_of(pipe).items() if name in components)

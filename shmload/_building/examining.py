@@ -35,7 +35,7 @@ from shmload._building.snapshot import Snapshot, is_memo
 from shmload._building.stand_ins import StandIns
 from shmload._compat import lazy_names
 from shmload._host.memo import Memo
-from shmload._host.procfs import mappings, modified_nbytes
+from shmload._host.procfs import is_modified, mappings
 from shmload._host.shm import SHM_DIR
 from shmload._segments.names import name_prefix
 from shmload._wording import logger_of
@@ -314,7 +314,7 @@ class Examination:
     def _require_untouched(self, models: Models) -> None:
         """Refuse models whose weights are read or changed while they are built."""
         inodes = self._stand_ins.holdings.inodes()
-        if any(map(modified_nbytes, mappings(inodes))):
+        if any(map(is_modified, mappings(inodes))):
             raise Refused(f"{_names(models)}: building changes weights")
         spans = Spans(inodes)
         for name, model in models.items():

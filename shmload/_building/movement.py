@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shmload._building.mapped import Spans
 from shmload._host.descriptors import Inode, inode_of
 from shmload._host.memory import PAGE_NBYTES, map_at
-from shmload._host.procfs import mappings, modified_nbytes
+from shmload._host.procfs import is_modified, mappings
 
 # Operations that give or take elements unchanged. Those that return a view need no entry.
 _MOVES = frozenset(
@@ -174,7 +174,7 @@ class Joins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(nbytes == 0 or (begin | nbytes) % PAGE_NBYTES for begin, nbytes in places):
             return None
         found = []
-        mapped = [each for each in mappings({self._inode}) if not modified_nbytes(each)]
+        mapped = [each for each in mappings({self._inode}) if not is_modified(each)]
         for tensor, (begin, nbytes) in zip(tensors, places, strict=True):
             inside = (each for each in mapped if each.start <= begin <= each.end - nbytes)
             home = next(inside, None)

@@ -6,7 +6,7 @@ values lie in blocks, and a block is dequantised as a whole. A segment has the b
 floats.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shmload.errors import ArgumentError, UnknownDtype
@@ -199,3 +199,15 @@ def shape_in_bytes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a quantised tensor's blocks as bytes; the last dimension has the rows."""
     count, nbytes = BLOCKS[kind]
     return (*shape[:-1], shape[-1] // count * nbytes)
+
+
+def largest_dtype(tensors: Iterable[tuple[str, int]]) -> str:
+    """Return the dtype that most bytes have; empty for no tensors.
+
+    Args:
+        tensors: the dtype of each, and its size in bytes.
+    """
+    nbytes: dict[str, int] = {}
+    for dtype, size in tensors:
+        nbytes[dtype] = nbytes.get(dtype, 0) + size
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default="")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import Protocol
+from typing import Annotated, Self
 
 import msgspec
 
@@ -12,17 +12,22 @@ from shmload._host.owned import belongs_here
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class SourceStat(Protocol):
-    """The fields of `os.stat_result` that show whether a file has changed."""
+Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+"""The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
 
-    @property
-    def st_size(self) -> int: ...
-    @property
-    def st_mtime_ns(self) -> int: ...
-    @property
-    def st_ctime_ns(self) -> int: ...
-    @property
-    def st_nlink(self) -> int: ...
+
+class Stat(msgspec.Struct, frozen=True, array_like=True):
+    """What fstat says of a file that shows whether it has changed; see `os.stat_result`."""
+
+    st_size: Nbytes
+    st_mtime_ns: int
+    st_ctime_ns: int
+    st_nlink: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Self:
+        """Return it of what fstat said."""
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -58,7 +63,7 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     return Identity(os.path.abspath(path), found.st_size, stamp)
 
 
-def is_unchanged(before: SourceStat, after: SourceStat) -> bool:
+def is_unchanged(before: Stat | os.stat_result, after: os.stat_result) -> bool:
     """Tell whether an open file still has the bytes it had.
 
     The change time also moves when another file is renamed over this one. The descriptor then still

@@ -6,11 +6,12 @@ diffusers gets the dtype that most bytes of its weights have. A component whose 
 leaves to the libraries gets what its configuration names.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, largest_dtype, parse_dtype
 from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import Checkpoint, Source, config_of
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
@@ -65,7 +66,7 @@ def most_common_dtype(source: Source) -> str:
         CheckpointError: a header is wrong.
     """
     floats = [each for checkpoint in source.checkpoints for each in _floats(checkpoint)]
-    return _most_common(floats) or _DEFAULT
+    return _named(largest_dtype(floats)) or _DEFAULT
 
 
 def _is_auto(dtype: object) -> bool:
@@ -77,22 +78,17 @@ def _own_dtype(checkpoint: Checkpoint) -> str | None:
     if not checkpoint.class_name:
         return None
     if checkpoint.library == "diffusers":  # which notes none
-        return _most_common(_floats(checkpoint))
+        return _named(largest_dtype(_floats(checkpoint)))
     return _configured(checkpoint.config) or _first(_floats(checkpoint))
-
-
-def _most_common(floats: Floats) -> str | None:
-    """Return torch's name of the dtype that most bytes have; None for no floats."""
-    nbytes: dict[str, int] = {}
-    for dtype, size in floats:
-        nbytes[dtype] = nbytes.get(dtype, 0) + size
-    return TORCH_NAMES[max(nbytes, key=lambda name: nbytes[name])] if nbytes else None
 
 
 def _first(floats: Floats) -> str | None:
     """Return torch's name of the first dtype that transformers would take; None if none is."""
-    first = next((dtype for dtype, _ in floats if not dtype.startswith("F8_")), None)
-    return TORCH_NAMES[first] if first else None
+    return _named(next((dtype for dtype, _ in floats if not dtype.startswith("F8_")), ""))
+
+
+def _named(dtype: str) -> str | None:
+    return TORCH_NAMES[dtype] if dtype else None
 
 
 def _configured(config: Mapping[str, Any]) -> str | None:
@@ -105,9 +101,16 @@ def _configured(config: Mapping[str, Any]) -> str | None:
 
 
 def _floats(checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    found = []
+    found = stored_tensors(checkpoint)
+    return [(each.dtype, each.nbytes) for each in found if each.dtype in FLOATS]
+
+
+def stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+    """Yield the tensors of all shards.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
     for path in checkpoint.shards:
-        with Descriptor(open_source(path)) as shard:
-            header = read_header(shard.fd, path)
-        found += [(each.dtype, each.nbytes) for each in header.tensors if each.dtype in FLOATS]
-    return found
+        with Descriptor(open_source(path)) as file:
+            yield from read_header(file.fd, path).tensors

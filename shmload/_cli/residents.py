@@ -93,14 +93,14 @@ def list_command(is_long: bool, as_json: bool) -> None:
     if as_json:
         print_json("ls", models=found, decoding=found.decoding)
         return
-    print_page(found.table(with_ids=is_long))
+    print_page(found.page(with_ids=is_long))
     if is_long and found:
         click.echo()
         once = {info.name: info for model in found for info in model.segments}
         models = {
             name: [model.id for model in found if once[name] in model.segments] for name in once
         }
-        print_page(Segments(once.values()).table(models))
+        print_page(Segments(once.values()).page(models))
 
 
 def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> click.Command:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from shmload._checkpoints.dtypes import BLOCKS, FLOATS, NBITS
-from shmload._checkpoints.identity import SourceStat
+from shmload._checkpoints.identity import Stat
 from shmload._host.files import is_writable
 from shmload._host.limits import is_lack_of_memory, no_memory, require_file_size
 from shmload._host.shm import shm_free_nbytes
@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str | os.PathLike[str]
     source_fd: int
-    source: SourceStat
+    source: Stat
     """The shard's fstat when the load was planned."""
     part_fd: int
     nbytes: int

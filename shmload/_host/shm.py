@@ -132,23 +132,31 @@ def unwritten_nbytes(names: Iterable[str]) -> int:
 
 
 def _stats(names: Iterable[str]) -> Iterator[os.stat_result]:
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            yield os.stat(SHM_DIR / name, follow_symlinks=False)
+    return filter(None, map(shm_stat, names))
+
+
+def shm_stat(name: str) -> os.stat_result | None:
+    """Return what the kernel says of an object; None if there is none.
+
+    Raises:
+        SharedMemoryUnusable: it says nothing.
+    """
+    try:
+        return os.stat(SHM_DIR / name, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise SharedMemoryUnusable(exc.errno) from None
 
 
 def shm_nbytes(name: str) -> int:
     """Return the length of an object in bytes; 0 if there is none.
 
     Raises:
-        SharedMemoryUnusable: nobody can tell.
+        SharedMemoryUnusable: as `shm_stat`.
     """
-    try:
-        return os.stat(SHM_DIR / name, follow_symlinks=False).st_size
-    except FileNotFoundError:
-        return 0
-    except OSError as exc:
-        raise SharedMemoryUnusable(exc.errno) from None
+    found = shm_stat(name)
+    return found.st_size if found else 0
 
 
 def shm_unlink(name: str) -> None:
@@ -176,11 +184,8 @@ def shm_rename(old: str, new: str) -> None:
 
 def is_named(fd: int, name: str) -> bool:
     """Tell whether `name` still leads to the object that `fd` holds open."""
-    try:
-        found = os.stat(SHM_DIR / name, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return inode_of(found) == inode_of(os.fstat(fd))
+    found = shm_stat(name)
+    return found is not None and inode_of(found) == inode_of(os.fstat(fd))
 
 
 def reopen(fd: int) -> int:

@@ -8,8 +8,12 @@ Guarantee: nothing is unpickled, every length has a limit, and a frame that is n
 `ProtocolError`.
 """
 
+import contextlib
 import os
+import signal
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,6 +46,25 @@ def take_channel(fd: int) -> socket.socket:
     channel = socket.socket(fileno=fd)
     channel.settimeout(None)
     return channel
+
+
+def serve_parent(serve: Callable[[socket.socket, int], None]) -> None:
+    """Be a child that `procs.start` has started with a channel, until the parent is gone.
+
+    Ctrl-C goes to the whole foreground group; the parent decides what it means.
+
+    Args:
+        serve: gets the channel, and a pidfd of the parent, which alone tells that it was killed
+            while a forked child of it still holds the socket.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel_fd, parent = map(int, sys.argv[-2:])
+    channel = take_channel(channel_fd)
+    with contextlib.suppress(ProcessLookupError):
+        parent_fd = os.pidfd_open(parent)
+        if os.getppid() == parent:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # during an answer
+                serve(channel, parent_fd)
 
 
 def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:

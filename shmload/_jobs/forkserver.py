@@ -28,7 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shmload._ipc.frames import Inbox, send, take_channel
+from shmload._ipc.frames import Inbox, send, serve_parent
 from shmload._ipc.procs import die_with_parent, how_it_ended
 from shmload._jobs.messages import (
     Ended,
@@ -48,28 +48,24 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _THREADS_TIMEOUT_S = 5.0
 
 
-def main(channel_fd: int, parent: int) -> None:
+def main() -> None:
     """Serve one job until it is gone."""
     # A terminal or a service manager sends these to the whole process group; the job's process
     # decides what they mean. The job has blocked SIGINT; its program may have blocked others, or
     # ignored SIGCHLD, and children inherit both.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # before it is not blocked any more
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    channel = take_channel(channel_fd)
-    try:
-        parent_fd = os.pidfd_open(parent)
-    except ProcessLookupError:
-        return
-    if os.getppid() == parent:
+
+    def serve(channel: socket.socket, parent_fd: int) -> None:
         server = _ForkServer(channel, parent_fd, before)
         try:
             server.serve()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the job closed during an answer
         finally:
             server.close()
+
+    serve_parent(serve)
 
 
 class _ForkServer:
@@ -214,4 +210,4 @@ def _require_one_thread() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

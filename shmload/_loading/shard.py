@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shmload._checkpoints.dtypes import converted_nbytes
-from shmload._checkpoints.formats.known import detect_format, read_header
-from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.identity import identify
+from shmload._checkpoints.formats.known import detect_format
+from shmload._checkpoints.identity import Stat, identify
+from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.remote import pointed_object
 from shmload._checkpoints.resolve import Checkpoint
@@ -146,7 +146,7 @@ class OpenShard(Descriptor):
         return Job(
             path=pointed.url if pointed else self.plan.path,
             source_fd=source_fd,
-            source=self.source if source_fd == self.fd else os.fstat(source_fd),
+            source=Stat.of(self.source if source_fd == self.fd else os.fstat(source_fd)),
             part_fd=part.fd,
             nbytes=self.layout.nbytes,
             pieces=self.layout.pieces,
@@ -181,17 +181,6 @@ def open_checkpoint(
             return open_checkpoint(checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
         opened.pop_all()
         return shards
-
-
-def stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
-    """Yield the tensors of all shards.
-
-    Raises:
-        CheckpointError: a header is wrong.
-    """
-    for path in checkpoint.shards:
-        with Descriptor(open_source(path)) as file:
-            yield from read_header(file.fd, path).tensors
 
 
 def stored_sizes(checkpoint: Checkpoint, rule: Rule) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,7 @@ from shmload._checkpoints.formats.unpickled import (
     unpickle,
 )
 from shmload._checkpoints.header import Header
-from shmload._checkpoints.identity import SourceStat, is_unchanged
+from shmload._checkpoints.identity import is_unchanged
 from shmload._host.limits import no_memory, process_refused
 from shmload.errors import (
     PickleUnread,
@@ -34,7 +34,7 @@ _ATTEMPTS = 2
 
 
 def unpack(
-    path: _Path, fd: int, source: SourceStat, planned: Header, go_on: Callable[[], None]
+    path: _Path, fd: int, source: os.stat_result, planned: Header, go_on: Callable[[], None]
 ) -> int:
     """Return a descriptor of a file in memory, of safetensors, with the tensors of a shard.
 

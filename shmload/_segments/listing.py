@@ -49,12 +49,8 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
 class Segments(Listing[SegmentInfo]):
     """The resident segments, as a list that is printed as a table."""
 
-    def page(self) -> Page:
-        """Return a row for each segment, and the totals."""
-        return self.table()
-
-    def table(self, models: Mapping[str, Sequence[str]] | None = None) -> Page:
-        """Return the page.
+    def page(self, models: Mapping[str, Sequence[str]] | None = None) -> Page:
+        """Return a row for each segment, and the totals.
 
         Args:
             models: the ids of the models that each segment is of, to begin each row with the first

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.dtypes import TORCH_NAMES, largest_dtype
 from shmload._checkpoints.header import TensorSpec
 from shmload._version import __version__
 
@@ -125,10 +125,7 @@ def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
     """
     target = conversion.partition("/")[0]
     if target not in TORCH_NAMES:  # raw: the tensors are as the file has them
-        nbytes: dict[str, int] = {}
-        for tensor in tensors:
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-        target = max(nbytes, key=lambda dtype: nbytes[dtype], default="")
+        target = largest_dtype((each.dtype, each.nbytes) for each in tensors)
     return TORCH_NAMES.get(target, target)
 
 

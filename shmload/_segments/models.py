@@ -127,12 +127,8 @@ class Models(Listing[Model]):
         super().__init__(found)
         self.decoding = tuple(decoding)
 
-    def page(self) -> Page:
-        """Return a row for each model and each decode, and the totals."""
-        return self.table()
-
-    def table(self, *, with_ids: bool = False) -> Page:
-        """Return the page.
+    def page(self, *, with_ids: bool = False) -> Page:
+        """Return a row for each model and each decode, and the totals.
 
         Args:
             with_ids: begin each row with the model's id.

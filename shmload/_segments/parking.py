@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.memory import map_at, reserve_at
-from shmload._host.procfs import Mapping, mappings, modified_nbytes
+from shmload._host.procfs import Mapping, is_modified, mappings
 from shmload._host.shm import SHM_DIR, reopen
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import READ_ONLY, Segment, attach
@@ -111,7 +111,7 @@ def park() -> Parked:
     names = {inode: name for name, inode in inodes.items()}
     mapped = [(mapping, names[mapping.inode]) for mapping in mappings(set(names))]
     for mapping, name in mapped:
-        if mapping.permissions != "rw-p" or modified_nbytes(mapping):
+        if mapping.permissions != "rw-p" or is_modified(mapping):
             raise CannotPark(f"{name} is mapped as {mapping.permissions}, or was written to")
     stand_in = os.memfd_create("shmload-parked", os.MFD_CLOEXEC)
     try:

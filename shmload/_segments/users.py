@@ -7,7 +7,6 @@ What a process pins for a device it maps a second time, shared and read-only, an
 is pinned. So the kernel's lists of mappings tell, and a process that dies leaves nothing behind.
 """
 
-import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from shmload._host.procfs import (
     mappers,
     shared_ranges,
 )
-from shmload._host.shm import SHM_DIR
+from shmload._host.shm import shm_stat
 from shmload._segments.names import name_prefix
 from shmload._settings import settings
 
@@ -100,11 +99,7 @@ def users_of(names: Iterable[str]) -> dict[str, set[int]]:
 
 def _inodes(names: Iterable[str]) -> dict[str, Inode]:
     """Return the inodes of the segments that exist."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            found[name] = inode_of(os.stat(SHM_DIR / name, follow_symlinks=False))
-    return found
+    return {name: inode_of(found) for name in names if (found := shm_stat(name))}
 
 
 class PageLock(msgspec.Struct, frozen=True, kw_only=True):

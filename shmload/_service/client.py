@@ -30,7 +30,6 @@ from shmload._service.protocol import (
     Reserve,
     Reserved,
     Settle,
-    Stat,
     Waiting,
     Welcome,
     decode_answer,
@@ -173,14 +172,8 @@ class Client:
                 done_before = news.done
 
         for job in jobs:
-            source = Stat(
-                job.source.st_size,
-                job.source.st_mtime_ns,
-                job.source.st_ctime_ns,
-                job.source.st_nlink,
-            )
             self._send(
-                Lend(encodable(str(job.path)), source, job.nbytes, job.pieces),
+                Lend(encodable(str(job.path)), job.source, job.nbytes, job.pieces),
                 (job.source_fd, job.part_fd),
             )
         timeout_s = settings().stall_timeout_s

@@ -21,6 +21,7 @@ from typing import Annotated, Final
 import msgspec
 
 from shmload import errors
+from shmload._checkpoints.identity import Nbytes, Stat
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 from shmload._segments.roots import Root
@@ -30,8 +31,6 @@ from shmload.errors import ShmloadError
 VERSION: Final = 7
 """To be increased with every change of a message."""
 
-_Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-"""The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 """A duration, in seconds."""
 
@@ -43,21 +42,12 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Stat(msgspec.Struct, frozen=True, array_like=True):
-    """What fstat said of a shard when it was planned; see `os.stat_result`."""
-
-    st_size: _Nbytes
-    st_mtime_ns: int
-    st_ctime_ns: int
-    st_nlink: int
-
-
 class Lend(msgspec.Struct, frozen=True, tag=True):
     """A shard to decode; the descriptors of the shard and then of its part come with it."""
 
     path: str
     source: Stat
-    nbytes: _Nbytes
+    nbytes: Nbytes
     """Size of the segment, in bytes."""
     pieces: tuple[tuple[Run, ...], ...]
 
@@ -74,7 +64,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Reserve room in the budget; the service evicts the least recently used segments for it."""
 
-    nbytes: _Nbytes
+    nbytes: Nbytes
     timeout_s: _Seconds
     """How long to wait for room that other loads may give back, in seconds."""
     model: Root | None = None

@@ -59,7 +59,7 @@ def run(channel_fd, fork, setup):
 runner = sys.modules["shmload._jobs.runner"] = types.ModuleType("runner")
 runner.run = lambda *args: run(*args)
 {code}
-forkserver.main(int(sys.argv[-2]), int(sys.argv[-1]))
+forkserver.main()
 """
 
 

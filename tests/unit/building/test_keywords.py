@@ -10,6 +10,7 @@ from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
 
 import shmload
 from shmload._building.keywords import MODEL_KEYWORDS, PIPELINE_KEYWORDS, require_taken
+from shmload._building.pipeline_maker import PipelineMaker
 from shmload._checkpoints.resolve import Source
 
 pytestmark = pytest.mark.libraries
@@ -32,6 +33,11 @@ def make_source(tmp_path):
         )
 
     return make
+
+
+def require(kwargs, source, find_class=None):
+    find_class = find_class or PipelineMaker(None).find_class
+    require_taken(kwargs, source, shmload.load_pipeline, find_class)
 
 
 def test_list_has_every_keyword_that_the_library_reads_or_documents():
@@ -57,7 +63,7 @@ def test_list_has_every_keyword_that_models_of_diffusers_read():
 )
 def test_typing_error_is_refused_with_the_nearest_name(make_source, name, near):
     with pytest.raises(shmload.UnknownArgument, match=f"{name!r}.*did you mean {near!r}") as caught:
-        require_taken({name: None}, make_source(), shmload.load_pipeline)
+        require({name: None}, make_source())
     assert "nor has StableDiffusionPipeline.from_pretrained" in str(caught.value)
 
 
@@ -73,7 +79,7 @@ def test_typing_error_is_refused_with_the_nearest_name(make_source, name, near):
     ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_what_something_takes_is_not_refused(make_source, kwargs):
-    require_taken(kwargs, make_source(), shmload.load_pipeline)
+    require(kwargs, make_source())
 
 
 def test_class_that_loads_in_its_own_way_is_not_judged(make_source):
@@ -83,9 +89,9 @@ def test_class_that_loads_in_its_own_way_is_not_judged(make_source):
             raise NotImplementedError
 
     for find_class in (lambda _: Mine, lambda _: diffusers.AutoPipelineForText2Image):
-        require_taken({"enable_pag": 1}, make_source(), shmload.load_pipeline, find_class)
+        require({"enable_pag": 1}, make_source(), find_class)
     for class_name in ("", "NoSuchPipeline"):
-        require_taken({"of_my_pipeline": 1}, make_source(class_name), shmload.load_pipeline)
+        require({"of_my_pipeline": 1}, make_source(class_name))
 
 
 def test_constructor_of_a_given_class_counts(make_source):
@@ -93,6 +99,6 @@ def test_constructor_of_a_given_class_counts(make_source):
         def __init__(self, vae, unet, extra=None):
             super().__init__()
 
-    require_taken({"extra": 1}, make_source(), shmload.load_pipeline, lambda _: Mine)
+    require({"extra": 1}, make_source(), lambda _: Mine)
     with pytest.raises(shmload.UnknownArgument, match=r"Mine\.from_pretrained"):
-        require_taken({"scheduler": 1}, make_source(), shmload.load_pipeline, lambda _: Mine)
+        require({"scheduler": 1}, make_source(), lambda _: Mine)
