@@ -51,7 +51,7 @@ def say(*messages):
         for message in messages:
             send(channel, message)
 {code}
-program.main(channel_fd, parent)
+serve_parent(program.serve)
 """
 DIE = "harm_when_writing(lambda: os.kill(os.getpid(), signal.SIGKILL))"
 DIE_ONCE = "harm_when_writing(lambda: is_first() and os.kill(os.getpid(), signal.SIGKILL))"
