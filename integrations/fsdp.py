@@ -16,6 +16,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shmload._runtimes.kinds import machine_kind
 from shmload._sharding.groups import Blocks, find_groups
 from shmload._sharding.weights import Weights, take_weights
 from shmload.errors import ArgumentError, LibraryTooOld
@@ -126,5 +127,4 @@ def _mesh_of_all() -> DeviceMesh:
             "no process group exists; call torch.distributed.init_process_group first, in a "
             "process that torchrun started"
         )
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(kind, (torch.distributed.get_world_size(),))
+    return init_device_mesh(machine_kind() or "cpu", (torch.distributed.get_world_size(),))

@@ -69,8 +69,8 @@ def _begin() -> None:
         torch.zeros(1, device=_DEVICE)
         return
     from shmload._building import placing
-    from shmload._devices.runtimes import runtime_of
     from shmload._placement import inventory
+    from shmload._runtimes.kinds import runtime_of
 
     host = runtime_of(torch.device("cpu"))
     placing.runtime_of = lambda device: host  # type: ignore[attr-defined]

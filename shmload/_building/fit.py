@@ -13,7 +13,6 @@ from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
 from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
 from shmload._devices.destination import Destination, is_on_the_host
-from shmload._devices.runtimes import may_have_accelerators
 from shmload._loading.progress import Step, Steps
 from shmload._loading.shard import stored_sizes
 from shmload._placement.device_map import STRATEGIES, devices_in, matches, parse_device
@@ -28,6 +27,7 @@ from shmload._placement.inventory import (
 )
 from shmload._placement.modules import Component, Module
 from shmload._placement.placement import place
+from shmload._runtimes.kinds import may_have_accelerators
 from shmload.errors import ShmloadError, UnknownComponent
 
 

@@ -19,8 +19,6 @@ from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
 from shmload._devices.moves import Allocation, Moves
 from shmload._devices.origin import Segments
 from shmload._devices.ring_copier import RingCopier
-from shmload._devices.runtime import Runtime
-from shmload._devices.runtimes import runtime_of
 from shmload._devices.upload import upload_shape
 from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
@@ -29,6 +27,8 @@ from shmload._loading.load import Load
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
+from shmload._runtimes.kinds import runtime_of
+from shmload._runtimes.runtime import Runtime
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -1,5 +1,5 @@
 """Devices: hooks, and copies to accelerators through a ring of page-locked memory.
 
 Guarantee: what arrives on a device has the bytes of its segment, or the load fails. May import the
-core. A kind of device is a value with a row in `runtimes`.
+core.
 """

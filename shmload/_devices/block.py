@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shmload._devices.origin import Origin
-from shmload._devices.runtime import ALIGNMENT_NBYTES
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES
 
 
 class Weight(NamedTuple):

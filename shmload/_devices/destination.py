@@ -9,7 +9,6 @@ import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._devices.runtimes import is_known, may_have_accelerators
 from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
 from shmload._placement.inventory import (
     CPU,
@@ -22,10 +21,10 @@ from shmload._placement.inventory import (
     without_host_limits,
 )
 from shmload._placement.placement import Placement
+from shmload._runtimes.kinds import may_have_accelerators
 from shmload._settings import parse_nbytes, worker_count
 from shmload.errors import (
     ArgumentError,
-    DeviceMapMalformed,
     DeviceMissing,
     MemoryLimitExceeded,
 )
@@ -58,7 +57,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return
         for keys, value in devices_in(self.device_map):
             require_names(keys)
-            if _require_device(value, is_all=not keys) == DISK:
+            if parse_device(value, is_all=not keys) == DISK:
                 self._require_folder()
 
     @property
@@ -96,7 +95,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return
         here = choose_inventory(None, self.max_memory, needed=())
         for _, each in self._devices():
-            device = parse_device(each, here.kind, here.current_index)
+            device = parse_device(each, here.current)
             if not is_on_the_host(device) and device not in here.names:
                 raise DeviceMissing(device, here.names)
 
@@ -180,19 +179,6 @@ def parse_max_host_memory(value: float | str | None) -> int | None:
         return parse_nbytes(value)
     except ValueError as exc:
         raise ArgumentError(f"max_host_memory: {exc}") from exc
-
-
-def _require_device(device: object, *, is_all: bool) -> str:
-    """Return the name of a device; this machine need not have it.
-
-    Raises:
-        DeviceMapMalformed: it is none, or none that shmload copies to.
-    """
-    name = parse_device(device, is_all=is_all)
-    kind = name.partition(":")[0]
-    if kind not in _ON_THE_HOST and not is_known(kind):
-        raise DeviceMapMalformed(f"shmload copies to no {name}; cuda:0 is the first GPU")
-    return name
 
 
 def is_on_the_host(device: str) -> bool:

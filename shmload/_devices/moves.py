@@ -15,7 +15,7 @@ from torch import nn
 
 from shmload._devices.hollow import BytesNeeded
 from shmload._devices.parameters import put
-from shmload._devices.runtime import ALIGNMENT_NBYTES, Runtime
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
 # and to copy than their bytes do. A larger one has its own, which is free again when the tensor is.

@@ -13,12 +13,12 @@ import torch
 
 from shmload._devices.budget import Budget, own_budget
 from shmload._devices.pages import Pages
-from shmload._devices.runtime import Runtime
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import Mapping, has_own_pages, mappings
 from shmload._host.shm import reopen
+from shmload._runtimes.runtime import Runtime
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
 

@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
-from shmload._devices.runtime import Runtime
 from shmload._host.memory import populate, protect
+from shmload._runtimes.runtime import Runtime
 from shmload._segments.segment import open_to_map
 
 

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 
 from shmload._decoding.ring import Ring
-from shmload._devices.runtime import Runtime
 from shmload._host.memory import populate
+from shmload._runtimes.runtime import Runtime
 
 
 class PinnedRing:

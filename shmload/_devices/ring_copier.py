@@ -9,10 +9,10 @@ from typing import Self
 from shmload._decoding.ring import Ring
 from shmload._devices.moves import Allocation, Moves
 from shmload._devices.pinned import PinnedRing
-from shmload._devices.runtime import Runtime
 from shmload._devices.stream import Stream
 from shmload._devices.upload import upload
 from shmload._host.descriptors import Inode
+from shmload._runtimes.runtime import Runtime
 
 
 class RingCopier:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._devices.moves import Moves
 from shmload._devices.pinned import PinnedRing
-from shmload._devices.runtime import Event, Runtime, drain
 from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
+from shmload._runtimes.runtime import Event, Runtime, drain
 
 # A device can begin the copies of one lane while those of another end.
 _LANES = 4

@@ -19,7 +19,7 @@ import torch
 from shmload._decoding.ring import RingShape, ring_shape
 from shmload._devices.moves import Allocation
 from shmload._devices.pinned import PinnedRing
-from shmload._devices.runtime import Event, Runtime, drain
+from shmload._runtimes.runtime import Event, Runtime, drain
 
 # A core copies some 5 GB/s from pages that are not in the page table yet, and buses take up to 50.
 _MAX_THREADS = 16

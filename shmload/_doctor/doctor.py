@@ -228,6 +228,6 @@ def _devices() -> _Rows:
         yield "devices", ("bad", str(exc).partition("\n")[0], "nvidia-smi")
     else:
         if not speeds:
-            yield "devices", ("ok", "no CUDA device", "")
+            yield "devices", ("ok", "no accelerator", "")
         for number, speed in enumerate(speeds):
             yield f"device {number}", checks.device(number, speed)

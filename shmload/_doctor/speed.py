@@ -13,6 +13,7 @@ import msgspec
 
 from shmload._host.files import is_cached, open_source
 from shmload._host.reading import READ_NBYTES, Facts, cached_part, choose_reading, examine
+from shmload._runtimes import kinds
 from shmload.workers.reader import Reader, Span, source_to_read
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _seems_cached(fd: int, nbytes: int) -> bool:
 
 
 def measure_copies() -> list[CopySpeed]:
-    """Copy to each CUDA device; takes 256 MiB there and 512 MiB on the host, and imports torch.
+    """Copy to each accelerator; takes 256 MiB there and 512 MiB on the host, and imports torch.
 
     Returns:
         One entry per device; none if torch finds no device.
@@ -110,30 +111,30 @@ def measure_copies() -> list[CopySpeed]:
     """
     import torch
 
-    if not torch.cuda.is_available():
+    names = kinds.accelerator_names()
+    if not names:
         return []
     pageable = torch.ones(_SAMPLE_NBYTES, dtype=torch.uint8)
     pinned = pageable.pin_memory()
     return [
         CopySpeed(
-            torch.cuda.get_device_name(number),
-            _copy_speed(pageable, f"cuda:{number}"),
-            _copy_speed(pinned, f"cuda:{number}"),
+            kinds.module_of(kinds.machine_kind()).get_device_name(number),
+            _copy_speed(pageable, name),
+            _copy_speed(pinned, name),
         )
-        for number in range(torch.cuda.device_count())
+        for number, name in enumerate(names)
     ]
 
 
 def _copy_speed(source: "torch.Tensor", device: str) -> float:
     """Return the best of a few copies, in bytes per second."""
-    import torch
-
+    synchronize = kinds.module_of(device.partition(":")[0]).synchronize
     target = source.to(device)  # wakes the device
-    torch.cuda.synchronize(device)
+    synchronize(device)
     fastest_s = float("inf")
     for _ in range(_COPIES):
         began_at = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         fastest_s = min(fastest_s, time.perf_counter() - began_at)
     return source.nbytes / fastest_s

@@ -1,11 +1,11 @@
 """What a job is told: its pipeline as a handle, its devices as names, its numbers checked."""
 
-import ctypes
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from shmload._placement.inventory import DISK, META, OFFLOAD, canonical_device
+from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, canonical_device
+from shmload._runtimes import kinds
 from shmload.errors import ArgumentError
 from shmload.integrations.handles import Handle
 
@@ -66,7 +66,7 @@ def devices_of(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
         ArgumentError: a device is not known, cannot compute, or is a GPU on a machine without one.
     """
     if devices == "round-robin":
-        _require_driver(devices)
+        _require_driver(devices, kinds.may_have_accelerators())
         return ("round-robin",) * procs
     given = [devices] if isinstance(devices, str | int) else list(devices)
     if not given:
@@ -75,26 +75,15 @@ def devices_of(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
     if unfit := {META, DISK, OFFLOAD}.intersection(names):
         raise ArgumentError(f"devices names {min(unfit)!r}, where nothing can be computed")
     for name in names:
-        if name.startswith("cuda"):
-            _require_driver(name)
+        if procs and name != CPU:
+            _require_driver(name, kinds.may_have(name.partition(":")[0]))
     return tuple(names[number % len(names)] for number in range(procs or 1))
 
 
-def has_driver() -> bool:
-    """Tell whether the machine has a driver that torch's CUDA devices need; imports no torch."""
-    if os.path.exists("/dev/kfd"):  # AMD's, for which torch has the same names of devices
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def _require_driver(device: str) -> None:
+def _require_driver(device: str, has_driver: bool) -> None:
     """Raise an error now, and not after the libraries are imported."""
-    if not has_driver():
+    if not has_driver:
         raise ArgumentError(
-            f"devices names {device!r}, but this machine has no driver of a GPU (libcuda.so.1 "
-            "cannot be loaded); install it, or give devices='cpu'"
+            f"devices names {device!r}, but this machine has no driver of such a device; install "
+            "it, or give devices='cpu'"
         )

@@ -36,6 +36,7 @@ from shmload._jobs.messages import (
 )
 from shmload._jobs.payload import dump, dump_error, format_traceback, load
 from shmload._placement.inventory import CPU
+from shmload._runtimes import kinds
 from shmload.errors import ArgumentError
 from shmload.integrations.handles import Handle
 
@@ -140,19 +141,17 @@ def move(pipe: "DiffusionPipeline", device: str, place: int) -> None:
         place: of the runner; for `round-robin` it decides which GPU is its own.
 
     Raises:
-        ArgumentError: torch has no CUDA device here.
+        ArgumentError: torch finds no accelerator here.
+        DeviceMissing: it does not find this one.
     """
     if device == ROUND_ROBIN:
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise ArgumentError("devices is 'round-robin', but torch finds no CUDA device here")
-        device = f"cuda:{place % count}"
+        names = kinds.accelerator_names()
+        if not names:
+            raise ArgumentError("devices is 'round-robin', but torch finds no accelerator here")
+        device = names[place % len(names)]
     if device == CPU:
         return
     from shmload._building.placing import place_pipeline
 
-    if device.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise ArgumentError(f"devices names {device!r}, but torch finds no CUDA device here")
-        torch.cuda.set_device(device)  # the user's code may say just "cuda"
     place_pipeline(pipe, Destination(device_map=device))
+    kinds.make_current(device)  # the user's code may leave out the index

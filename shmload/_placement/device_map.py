@@ -16,7 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, Inventory, canonical_device
+from shmload._placement.inventory import (
+    CPU,
+    DISK,
+    META,
+    OFFLOAD,
+    USUAL,
+    Current,
+    Inventory,
+    canonical_device,
+)
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import nearest
 from shmload.errors import (
@@ -111,21 +120,18 @@ def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, obj
 
 
 def _parse_device(value: object, inventory: Inventory, *, is_all: bool = False) -> str:
-    device = parse_device(value, inventory.kind, inventory.current_index, is_all=is_all)
+    device = parse_device(value, inventory.current, is_all=is_all)
     if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
         raise DeviceMissing(device, inventory.names)
     return device
 
 
-def parse_device(
-    value: object, kind: str = "cuda", current_index: int = 0, *, is_all: bool = False
-) -> str:
+def parse_device(value: object, current: Current = USUAL, *, is_all: bool = False) -> str:
     """Return the name of a device that a map names; this machine need not have it.
 
     Args:
         value: the device.
-        kind: as for `canonical_device`.
-        current_index: as for `canonical_device`.
+        current: as for `canonical_device`.
         is_all: it is the whole map, and might have been meant as a strategy.
 
     Raises:
@@ -134,7 +140,7 @@ def parse_device(
     if value in STRATEGIES:
         raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
     try:
-        return canonical_device(value, kind, current_index)
+        return canonical_device(value, current)
     except ArgumentError as exc:
         strategies = f", nor a strategy ({', '.join(STRATEGIES)})" if is_all else ""
         reason, mark, hint = str(exc).partition("; did you mean")

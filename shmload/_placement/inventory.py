@@ -6,14 +6,13 @@ A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two 
 """
 
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._placement import machine
+from shmload._runtimes import kinds
 from shmload._settings import parse_nbytes, settings
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, DeviceMissing
@@ -21,10 +20,7 @@ from shmload.errors import ArgumentError, DeviceMissing
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
 _BOUNDLESS_NBYTES = 1 << 62
-# As torch names them, or the packages that add them to torch.
-_KINDS = ("cuda", "xpu", "mps", "npu", "mlu", "musa", "hpu", "mtia", "xla", "privateuseone")
-_NAMES = (*_KINDS, *_WITHOUT_INDEX)
-_USUAL = f"an index, cuda:0, {', '.join(_WITHOUT_INDEX)}"
+_USUAL = f"an index, {kinds.USUAL_KIND}:0, {', '.join(_WITHOUT_INDEX)}"
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
 _BARE = re.compile(r"0*[1-9]\d{0,5}")
 _MAX_DEVICES = 1024  # no machine has more
@@ -51,6 +47,16 @@ def boundless(name: str) -> Device:
     return Device(name=name, nbytes=_BOUNDLESS_NBYTES, room_nbytes=_BOUNDLESS_NBYTES)
 
 
+class Current(msgspec.Struct, frozen=True):
+    """The accelerator that is meant by a name which leaves out the kind or the index."""
+
+    kind: str = kinds.USUAL_KIND
+    index: int = 0
+
+
+USUAL = Current()
+
+
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Devices, accelerators first and by index.
 
@@ -61,7 +67,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
     """Names of accelerators that are there, and that nothing is placed on."""
     current_index: int = 0
-    """The accelerator that a name without an index means, such as `cuda`."""
+    """Of the accelerator that a name without an index means, such as `xpu`."""
 
     @property
     def names(self) -> list[str]:
@@ -75,10 +81,11 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.devices if device.name not in _WITHOUT_INDEX)
 
     @property
-    def kind(self) -> str:
-        """The name of its accelerators without index; `cuda` if there are none."""
+    def current(self) -> Current:
+        """What names mean that leave something out."""
         names = [name for name in self.names if name not in _WITHOUT_INDEX]
-        return names[0].partition(":")[0] if names else "cuda"
+        kind = names[0].partition(":")[0] if names else kinds.USUAL_KIND
+        return Current(kind, self.current_index)
 
     def find(self, name: str) -> Device | None:
         """Return a device by its name; None if it is not listed."""
@@ -88,13 +95,12 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(device.name for device in self.devices)
 
 
-def canonical_device(device: object, kind: str = "cuda", current_index: int = 0) -> str:
+def canonical_device(device: object, current: Current = USUAL) -> str:
     """Return the one name of a device, given in any usual way.
 
     Args:
         device: an index, a `torch.device`, or a name such as `cuda:1`, `cuda`, `cpu`, `offload`.
-        kind: the accelerator that a bare index means.
-        current_index: the accelerator of that kind that a name without an index means.
+        current: what it means if it leaves something out.
 
     Raises:
         ArgumentError: it is not a device.
@@ -102,32 +108,22 @@ def canonical_device(device: object, kind: str = "cuda", current_index: int = 0)
     # str(torch.device("cuda", 1)) is "cuda:1": no need to import torch.
     text = str(device).strip().lower()
     if text.isdecimal() and not isinstance(device, bool | float):
-        return f"{kind}:{int(text)}"
+        return f"{current.kind}:{int(text)}"
     match = _NAME.fullmatch(text)
     if match is None or isinstance(device, bool) or device is None:
         raise ArgumentError(f"{device!r} is not a device ({_USUAL})")
     found, index = match.groups()
     if found in _WITHOUT_INDEX:
         return found
-    if found != kind and not _is_kind(found):
-        is_meant = found in ("gpu", "rocm", "hip", "nvidia")
-        hint = "; did you mean 'cuda'?" if is_meant else nearest(found, _NAMES)
+    if found != current.kind and not kinds.is_known(found):
+        meant = kinds.meant_kind(found)
+        hint = (
+            f"; did you mean {meant!r}?"
+            if meant
+            else nearest(found, (*kinds.KINDS, *_WITHOUT_INDEX))
+        )
         raise ArgumentError(f"{device!r} is not a device ({_USUAL}){hint}")
-    return f"{found}:{int(index or (current_index if found == kind else 0))}"
-
-
-def _is_kind(name: str) -> bool:
-    """Tell whether torch has devices of a kind, as far as that is known without importing it."""
-    if name in _KINDS:
-        return True
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    try:
-        torch.device(name)  # a package may have added it
-    except (RuntimeError, AttributeError):  # torch is being imported by another thread
-        return False
-    return True
+    return f"{found}:{int(index or (current.index if found == current.kind else 0))}"
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -163,7 +159,7 @@ def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
         raise ArgumentError(
             f"{item!r}: there are 1 to {_MAX_DEVICES} devices; write 1x{size} for one"
         )
-    return [(f"cuda:{index + number}", size) for number in range(count)]
+    return [(f"{kinds.USUAL_KIND}:{index + number}", size) for number in range(count)]
 
 
 def limit_inventory(
@@ -181,7 +177,7 @@ def limit_inventory(
         ArgumentError: `max_memory` cannot be read; as `parse_max_memory`.
         DeviceMissing: it names an accelerator that the inventory does not have.
     """
-    limits = _parse_limits(max_memory, inventory)
+    limits = parse_max_memory(max_memory, inventory.current if inventory else USUAL)
     limited = _inventory(limits, 0.0).devices
     if inventory is None:
         return Inventory(devices=limited)
@@ -192,23 +188,12 @@ def limit_inventory(
     return msgspec.structs.replace(inventory, devices=_in_order((*limited, *others)))
 
 
-def _parse_limits(max_memory: Mapping[Any, object], here: Inventory | None) -> dict[str, int]:
-    return (
-        parse_max_memory(max_memory, here.kind, here.current_index)
-        if here
-        else parse_max_memory(max_memory)
-    )
-
-
-def parse_max_memory(
-    max_memory: Mapping[Any, object], kind: str = "cuda", current_index: int = 0
-) -> dict[str, int]:
+def parse_max_memory(max_memory: Mapping[Any, object], current: Current = USUAL) -> dict[str, int]:
     """Return the limits of some devices in bytes, by name.
 
     Args:
         max_memory: as for `limit_inventory`.
-        kind: as for `canonical_device`.
-        current_index: as for `canonical_device`.
+        current: as for `canonical_device`.
 
     Raises:
         ArgumentError: it is no dict, a key is not a device, or a value is not a size.
@@ -217,7 +202,7 @@ def parse_max_memory(
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
     try:
         return {
-            _held(name, kind, current_index): _nbytes(size, "20GiB, or a number of bytes")
+            _held(name, current): _nbytes(size, "20GiB, or a number of bytes")
             for name, size in max_memory.items()
         }
     except ArgumentError as exc:
@@ -252,7 +237,7 @@ def choose_inventory(
     if max_memory is None:
         return machine_inventory(needed)
     here = machine_inventory(())  # the limits are given: no device is asked
-    limits = _parse_limits(max_memory, here)
+    limits = parse_max_memory(max_memory, here.current)
     unlimited = (*here.devices, *(boundless(name) for name in here.others))
     here = msgspec.structs.replace(here, devices=_in_order(unlimited), others=())
     limited = limit_inventory(max_memory, here).devices
@@ -262,7 +247,7 @@ def choose_inventory(
 
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
     """Drop the limit of the CPU unless the caller has set one: the weights are there already."""
-    if CPU in _parse_limits(max_memory or {}, inventory):
+    if CPU in parse_max_memory(max_memory or {}, inventory.current):
         return inventory
     others = [device for device in inventory.devices if device.name != CPU]
     devices = _in_order((*others, boundless(CPU)))
@@ -276,17 +261,15 @@ def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
         needed: devices in any usual way; no others are asked, and those are in `others`. None for
             all, as a strategy needs.
     """
-    names = machine.accelerator_names()
-    index = machine.current_index()
-    if needed is None:
-        asked = list(names)
-    else:
-        kind = names[0].partition(":")[0] if names else "cuda"
-        wanted = {canonical_device(device, kind, index) for device in needed}
+    names = kinds.accelerator_names()
+    current = Current(kinds.machine_kind() or kinds.USUAL_KIND, kinds.current_index())
+    asked = list(names)
+    if needed is not None:
+        wanted = {canonical_device(device, current) for device in needed}
         asked = [name for name in names if name in wanted]
     free = [cgroup_free_nbytes(), machine_free_nbytes()]
     host = min(nbytes for nbytes in free if nbytes is not None)
-    found = machine.free_nbytes(asked)
+    found = kinds.free_nbytes(asked)
     limited = _inventory(
         {name: nbytes for name, nbytes in found.items() if nbytes is not None} | {CPU: host},
         settings().headroom,
@@ -295,7 +278,7 @@ def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
     return Inventory(
         devices=_in_order((*limited.devices, *unlimited)),
         others=tuple(name for name in names if name not in asked),
-        current_index=index,
+        current_index=current.index,
     )
 
 
@@ -319,8 +302,8 @@ def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     return tuple(sorted(devices, key=sort_key))
 
 
-def _held(device: object, kind: str = "cuda", current_index: int = 0) -> str:
-    name = canonical_device(device, kind, current_index)
+def _held(device: object, current: Current = USUAL) -> str:
+    name = canonical_device(device, current)
     if name in (META, OFFLOAD):
         raise ArgumentError(f"{name} has no memory of its own to limit; it takes the cpu's")
     return name

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shmload._building.placing import to_device
+from shmload._runtimes import kinds
 from shmload.errors import ArgumentError
 
 
@@ -166,20 +167,20 @@ def slice_of(shape: Sequence[int], splits: Iterable[Split]) -> tuple[slice, ...]
 def copy_to(slices: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy views of mapped tensors to a device; blocks until all are there.
 
-    Contiguous views go to a CUDA device in bulk, through a ring of pinned memory. Each other view
+    Contiguous views go to an accelerator in bulk, through a ring of pinned memory. Each other view
     is copied by itself, with one copy at most on the host at a time.
 
     Args:
         slices: on the CPU.
-        device: `cuda` without an index is the process's current one.
+        device: without an index, the process's current one of its kind.
 
     Returns:
         Contiguous tensors, in the same order.
     """
-    if device.type != "cuda":
+    if not kinds.takes_copies(device.type):
         return [_copied(view, device) for view in slices]
     if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device(device.type, kinds.module_of(device.type).current_device())
     carrier = nn.Module()
     for number, view in enumerate(slices):
         if view.is_contiguous() and view.numel():

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from shmload._devices.runtime import ALIGNMENT_NBYTES
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES
 
 
 class LateDevice:

@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from shmload._devices.runtime import ALIGNMENT_NBYTES, drain
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES, drain
 
 
 def numbered(nbytes):

@@ -19,8 +19,8 @@ from shmload._building.build import Build
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
-from shmload._devices.generic_runtime import GenericRuntime
 from shmload._loading.load import Load
+from shmload._runtimes.generic import GenericRuntime
 
 pytestmark = pytest.mark.libraries
 

@@ -6,9 +6,8 @@ import ctypes
 import pytest
 import torch
 
-from shmload._devices import cuda_library, cuda_runtime
-from shmload._devices.cuda_library import CudaLibrary
-from shmload._devices.cuda_runtime import CudaRuntime
+from shmload._runtimes import cuda as cuda_runtime
+from shmload._runtimes.cuda import CudaRuntime
 
 PORTABLE, READ_ONLY = 1, 8
 
@@ -57,8 +56,8 @@ def runtime_on(monkeypatch):
 
     def make(driver, library="cuda"):
         monkeypatch.setattr(cuda, "cudart", lambda: driver)
-        found = library and CudaLibrary(driver, library)
-        monkeypatch.setattr(cuda_runtime, "cuda_library", lambda: found)
+        found = library and (driver, library)
+        monkeypatch.setattr(cuda_runtime, "_library", lambda: found)
         return CudaRuntime(torch.device("cuda", 2))
 
     return make
@@ -148,9 +147,9 @@ def test_rocm_is_asked_for_no_attribute(runtime_on):
     ],
 )
 def test_library_is_the_one_that_is_loaded(monkeypatch, loaded, found):
-    monkeypatch.setattr(cuda_library, "mapped_library", loaded.get)
-    library = cuda_library.cuda_library.__wrapped__()
-    assert (library and library._prefix) == found
+    monkeypatch.setattr(cuda_runtime, "mapped_library", loaded.get)
+    library = cuda_runtime._library.__wrapped__()
+    assert (library and library[1]) == found
 
 
 # Memory of the device -----------------------------------------------------------------------------

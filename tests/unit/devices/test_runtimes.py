@@ -10,8 +10,9 @@ import torch
 from devices import LateDevice
 from runtime_contract import RuntimeContract
 
-from shmload._devices.generic_runtime import GenericRuntime
-from shmload._devices.runtimes import RUNTIMES, is_known, runtime_of
+from shmload._runtimes.generic import GenericRuntime
+from shmload._runtimes.kinds import KINDS, Kind, is_known, runtime_of
+from shmload._runtimes.runtime import HostRuntime
 from shmload.errors import ArgumentError, DeviceUnsupported
 
 
@@ -125,11 +126,10 @@ def test_other_kinds_are_refused():
 
 
 def test_row_is_all_that_a_kind_needs(monkeypatch):
-    device = LateDevice()
-    monkeypatch.setitem(RUNTIMES, "xpu", lambda _: device)
-    assert runtime_of(torch.device("xpu:1")) is device
+    monkeypatch.setitem(KINDS, "xpu", Kind(lambda: HostRuntime))
+    assert isinstance(runtime_of(torch.device("xpu:1")), HostRuntime)
 
 
 def test_kinds_are_checked_without_torch():
-    code = "import sys, shmload._devices.runtimes; sys.exit('torch' in sys.modules)"
+    code = "import sys, shmload._runtimes.kinds; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,6 +5,7 @@ import torch
 
 from shmload._placement import inventory
 from shmload._placement.inventory import (
+    Current,
     canonical_device,
     choose_inventory,
     limit_inventory,
@@ -41,7 +42,7 @@ def test_device_has_one_name(given, name):
 
 
 def test_index_means_the_accelerators_that_are_there():
-    assert canonical_device(1, "fakegpu") == "fakegpu:1"
+    assert canonical_device(1, Current("fakegpu")) == "fakegpu:1"
 
 
 @pytest.mark.parametrize("given", [None, True, -1, 1.5, "", "cuda:", "cuda:x", "/dev/nvidia0", ()])

@@ -13,7 +13,7 @@ from shmload._devices.destination import Destination
 from shmload._host import nvml
 from shmload._placement import inventory
 from shmload._placement.inventory import choose_inventory, machine_inventory
-from shmload._placement.machine import current_index
+from shmload._runtimes.kinds import current_index
 from shmload.errors import DeviceMissing
 
 GIB = 1 << 30

@@ -5,19 +5,22 @@ Torch has no call that pins memory which exists already. So the ring that this p
 allocated pinned, and the one that workers fill is not.
 """
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from typing import Any, cast
 
 import torch
 
-from shmload._devices.runtime import ALIGNMENT_NBYTES, Event
+from shmload._runtimes.kinds import module_of
+from shmload._runtimes.runtime import Event, Runtime, aligned
 from shmload._wording import logger_of
 from shmload.errors import DeviceUnsupported
 
 logger = logger_of(__name__)
 
 
-class GenericRuntime:
-    """One device; each lane is a `torch.Stream`.
+class GenericRuntime(Runtime):
+    """One device; each lane is a stream.
 
     Args:
         device: with its index.
@@ -26,50 +29,33 @@ class GenericRuntime:
         DeviceUnsupported: torch lacks something for it; the error names it.
     """
 
-    registers_read_only = False
-
     def __init__(self, device: torch.device) -> None:
-        _require_streams(device)
+        self._require_streams(device)
         self.device = device
-        self.name = _name_of(device)
-        self.driver = _driver_version(device)
-        self._consumer = torch.accelerator.current_stream(device)
-        self._streams: dict[int, torch.Stream] = {}
+        self.name = name_of(device)
+        self.driver = self._driver_version()
+        self._consumer = self._current_stream()
+        self._streams: dict[int, Any] = {}
         self._is_pinning = True
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        pass
-
     def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        begin = -memory.data_ptr() % ALIGNMENT_NBYTES
-        if begin == 0:
-            return memory
-        # This device's allocator aligns to less.
-        raw = torch.empty(nbytes + ALIGNMENT_NBYTES, dtype=torch.uint8, device=self.device)
-        begin = -raw.data_ptr() % ALIGNMENT_NBYTES
-        return raw[begin : begin + nbytes]
+        make = functools.partial(torch.empty, dtype=torch.uint8, device=self.device)
+        return aligned(make, nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        with self._stream(lane):
+        with self._using(self._stream(lane)):
             target.copy_(source, non_blocking=True)
 
     def follow(self, lane: int) -> None:
-        self._stream(lane).wait_stream(torch.accelerator.current_stream(self.device))
+        self._stream(lane).wait_stream(self._current_stream())
 
     def join(self, lane: int) -> None:
-        torch.accelerator.current_stream(self.device).wait_stream(self._stream(lane))
+        self._current_stream().wait_stream(self._stream(lane))
 
     def record(self, lane: int) -> Event:
-        event = torch.Event(self.device)
+        event = self._new_event()
         event.record(self._stream(lane))
-        return _GenericEvent(event)
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        return False
-
-    def unregister(self, address: int) -> None:
-        pass
+        return _RecordedEvent(event)
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         if self._is_pinning:
@@ -84,16 +70,42 @@ class GenericRuntime:
     def __str__(self) -> str:
         return f"{self.device} ({self.name})"
 
-    def _stream(self, lane: int) -> torch.Stream:
+    def _stream(self, lane: int) -> Any:
         if lane not in self._streams:
-            stream = torch.Stream(device=self.device)
+            stream = self._new_stream()
             stream.wait_stream(self._consumer)
             self._streams[lane] = stream
         return self._streams[lane]
 
+    # What a kind may have of its own, for releases of torch that lack the generic ones --------
 
-class _GenericEvent:
-    def __init__(self, event: "torch.Event") -> None:
+    def _require_streams(self, device: torch.device) -> None:
+        _require_streams(device)
+
+    def _new_stream(self) -> Any:
+        return torch.Stream(device=self.device)
+
+    def _current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def _using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which copies go to a stream."""
+        return cast("contextlib.AbstractContextManager[Any]", stream)
+
+    def _new_event(self) -> Any:
+        return torch.Event(self.device)
+
+    def _driver_version(self) -> str:
+        try:
+            return str(
+                module_of(self.device.type).get_device_properties(self.device).driver_version
+            )
+        except _UNKNOWN:
+            return ""
+
+
+class _RecordedEvent:
+    def __init__(self, event: Any) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -131,16 +143,9 @@ def _unsupported(device: torch.device, lacks: str, reason: str, remedy: str) -> 
 _UNKNOWN = (AttributeError, RuntimeError, AssertionError, TypeError)
 
 
-def _name_of(device: torch.device) -> str:
+def name_of(device: torch.device) -> str:
     """Return the device's model, or its own name if torch does not know the model."""
     try:
-        return str(getattr(torch, device.type).get_device_name(device))
+        return str(module_of(device.type).get_device_name(device))
     except _UNKNOWN:
         return str(device)
-
-
-def _driver_version(device: torch.device) -> str:
-    try:
-        return str(getattr(torch, device.type).get_device_properties(device).driver_version)
-    except _UNKNOWN:
-        return ""

@@ -1,16 +1,23 @@
-"""Devices of CUDA, by torch's streams and events; torch gives ROCm's devices the same names."""
+"""Devices of CUDA: the generic runtime, and memory of the host that the driver pins.
+
+Torch gives ROCm's devices the same names. ROCm has the functions below under other names; its
+attributes have other numbers, so they are not asked for.
+"""
 
 import contextlib
+import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shmload._devices.cuda_library import cuda_library
-from shmload._devices.runtime import Event
+from shmload._compat import has_cuda_context
+from shmload._host import nvml
+from shmload._host.procfs import mapped_library
+from shmload._runtimes.generic import GenericRuntime
 from shmload._wording import logger_of
 
 logger = logger_of(__name__)
@@ -25,7 +32,7 @@ _NO_READ_ONLY = (1, 801)
 _BLOCK_NBYTES, _SMALL_NBYTES = 512, 1 << 20
 
 
-class CudaRuntime:
+class CudaRuntime(GenericRuntime):
     """One CUDA device; each lane is a stream.
 
     Args:
@@ -33,12 +40,18 @@ class CudaRuntime:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.name = torch.cuda.get_device_name(device)
-        self.driver = _driver_version()
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._consumer = torch.cuda.current_stream(device)
+        super().__init__(device)
         self._registers_read_only: bool | None = None
+
+    @staticmethod
+    def free_without_context(indices: Iterable[int]) -> dict[int, int]:
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        without = [index for index in indices if not (is_used and has_cuda_context(index))]
+        # The properties take no context. Torch before 2.5 has no UUID among them.
+        found = {index: torch.cuda.get_device_properties(index) for index in without}
+        uuids = {index: str(each.uuid) for index, each in found.items() if hasattr(each, "uuid")}
+        free = nvml.free_nbytes(uuids.values()) if uuids else {}
+        return {index: free[uuid] for index, uuid in uuids.items() if uuid in free}
 
     def reserve(self, sizes: Sequence[int]) -> None:
         nbytes = sum(_rounded(size) for size in sizes if size > _SMALL_NBYTES)
@@ -47,29 +60,10 @@ class CudaRuntime:
         with contextlib.suppress(torch.OutOfMemoryError):  # `empty` says what does not fit
             self.empty(nbytes)  # freed at once; the allocator keeps it for what comes next
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        with torch.cuda.stream(self._stream(lane)):
-            target.copy_(source, non_blocking=True)
-
-    def follow(self, lane: int) -> None:
-        self._stream(lane).wait_stream(torch.cuda.current_stream(self.device))
-
-    def join(self, lane: int) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._stream(lane))
-
-    def record(self, lane: int) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream(lane))
-        return _CudaEvent(event)
-
     @property
     def registers_read_only(self) -> bool:
         if self._registers_read_only is None:
-            library = cuda_library()
-            found = library and library.attribute(_TAKES_READ_ONLY, self.device.index)
+            found = None if (library := _library()) is None else _takes_read_only(*library, self)
             self._registers_read_only = found != 0  # unknown: `register` finds out
         return self._registers_read_only
 
@@ -97,12 +91,28 @@ class CudaRuntime:
     def pinned(self, nbytes: int) -> None:
         return None
 
-    def _stream(self, lane: int) -> torch.cuda.Stream:
-        if lane not in self._streams:
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(self._consumer)
-            self._streams[lane] = stream
-        return self._streams[lane]
+    # Torch has had these before those of all kinds of devices.
+
+    def _require_streams(self, device: torch.device) -> None:
+        pass
+
+    def _new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def _new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def _driver_version(self) -> str:
+        for module in ("nvidia", "amdgpu"):
+            with contextlib.suppress(OSError):
+                return Path(f"/sys/module/{module}/version").read_text().strip()
+        return ""
 
     def _unused_nbytes(self) -> int:
         """Return how much torch's allocator has for this device that is not in use, in bytes."""
@@ -111,21 +121,13 @@ class CudaRuntime:
 
     def _clear_error(self) -> None:
         """Take the last error from the runtime, or the next kernel would be blamed for it."""
-        if library := cuda_library():
-            library.take_error()
+        if library := _library():
+            _take_error(*library)
             return
         try:  # torch takes the error for its own
             torch.zeros(1, device=self.device)
         except RuntimeError as exc:
             logger.debug("cleared: %s", exc)
-
-
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 def _rounded(nbytes: int) -> int:
@@ -142,15 +144,41 @@ def _cuts_large_blocks() -> bool:
     )
 
 
-def _driver_version() -> str:
-    for module in ("nvidia", "amdgpu"):
-        with contextlib.suppress(OSError):
-            return Path(f"/sys/module/{module}/version").read_text().strip()
-    return ""
-
-
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, str] | None:
+    """Return the library that torch has loaded, for what torch does not show of it.
+
+    In some of torch's packages its file's name has a digest in it: `libcudart-d0da41ae.so.11.0`.
+
+    Returns:
+        It, and what the names of its functions begin with; None if it is a part of another one.
+    """
+    for stem, prefix in (("libcudart", "cuda"), ("libamdhip64", "hip")):
+        if path := mapped_library(stem):
+            with contextlib.suppress(OSError):  # the file was replaced since
+                return ctypes.CDLL(path), prefix
+    return None
+
+
+def _takes_read_only(library: ctypes.CDLL, prefix: str, runtime: CudaRuntime) -> int | None:
+    """Return the attribute of a device that says so; None if the library does not know it."""
+    if prefix != "cuda":
+        return None
+    value = ctypes.c_int(-1)
+    index = runtime.device.index
+    if library.cudaDeviceGetAttribute(ctypes.byref(value), _TAKES_READ_ONLY, index) != 0:
+        _take_error(library, prefix)
+        return None
+    return value.value
+
+
+def _take_error(library: ctypes.CDLL, prefix: str) -> None:
+    """Forget the last error of this thread's calls, or the next kernel is blamed for it."""
+    getattr(library, f"{prefix}GetLastError")()
 
 
 @functools.cache

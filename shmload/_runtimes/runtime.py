@@ -1,7 +1,7 @@
 """What a copy asks of a kind of device: memory, streams, events, pinned pages.
 
-A kind of device is one module with a `Runtime`; `runtimes` is the table of them. All keep what the
-class of tests in `tests/support/runtime_contract.py` says.
+A kind of device is a `Runtime` and its row in `kinds`. All keep what the class of tests in
+`tests/support/runtime_contract.py` says.
 
 Copies of one lane happen in the order in which they were started; lanes are independent, as CUDA's
 streams are. A copy may read its source after `copy` has returned: the source must not change until
@@ -9,7 +9,8 @@ an event that was recorded after the copy is over.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,8 +33,21 @@ class Runtime(Protocol):
     """The device; with its index, if devices of its kind have one."""
     name: str
     """The device's model, such as `NVIDIA H200`."""
-    driver: str
+    driver: str = ""
     """The version of its driver; empty if that is unknown."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the runtime of a device, given with its index."""
+
+    @staticmethod
+    def free_without_context(indices: Iterable[int]) -> dict[int, int]:
+        """Return the free memory of devices of this kind, in bytes, by their index.
+
+        Args:
+            indices: of devices. Those are left out of which torch knows more: that is so where this
+                process has a context, and where only making one would tell.
+        """
+        return {}
 
     @property
     def registers_read_only(self) -> bool:
@@ -42,6 +56,7 @@ class Runtime(Protocol):
         A refused `register` of such pages may end this. If it is false, `register` asks no driver
         for them; pages of a shared mapping may be registered while it is writable.
         """
+        return False
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Have the device's allocator get memory for the next calls of `empty` all at once.
@@ -52,6 +67,7 @@ class Runtime(Protocol):
         Args:
             sizes: what `empty` will be called with, in bytes.
         """
+        return
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory of the device: uint8, flat, aligned to `ALIGNMENT_NBYTES`.
@@ -97,9 +113,11 @@ class Runtime(Protocol):
         Returns:
             Whether the driver pinned them. If not, copies from there still work, but are slower.
         """
+        return False
 
     def unregister(self, address: int) -> None:
         """Unpin what was registered at an address; no copy from there may be under way."""
+        return
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         """Return new pinned memory of the host, for a device that registers no pages.
@@ -107,6 +125,7 @@ class Runtime(Protocol):
         Returns:
             Flat uint8, the caller's; None if the device pins by `register`, or not at all.
         """
+        return None
 
 
 def drain(runtimes: Iterable[Runtime], lane: int) -> None:
@@ -118,3 +137,51 @@ def drain(runtimes: Iterable[Runtime], lane: int) -> None:
 
 def _drain(runtime: Runtime, lane: int) -> None:
     runtime.record(lane).wait()
+
+
+def aligned(make: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
+    """Return memory that begins at a multiple of `ALIGNMENT_NBYTES`, of an allocator that may not.
+
+    Args:
+        make: allocates a number of bytes: flat uint8.
+        nbytes: how many bytes.
+    """
+    memory = make(nbytes)
+    if memory.data_ptr() % ALIGNMENT_NBYTES:
+        memory = make(nbytes + ALIGNMENT_NBYTES)
+    begin = -memory.data_ptr() % ALIGNMENT_NBYTES
+    return memory[begin : begin + nbytes]
+
+
+class HostRuntime(Runtime):
+    """The host as a device: a copy is done when it has been started, and nothing needs pinning."""
+
+    device = torch.device("cpu")
+    name = "the host"
+    registers_read_only = True
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return aligned(functools.partial(torch.empty, dtype=torch.uint8), nbytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+        target.copy_(source)
+
+    def follow(self, lane: int) -> None:
+        pass
+
+    def join(self, lane: int) -> None:
+        pass
+
+    def record(self, lane: int) -> Event:
+        return _Done()
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+        return True
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
