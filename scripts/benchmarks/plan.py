@@ -23,9 +23,10 @@ import torch
 from accelerate.utils import get_balanced_memory, infer_auto_device_map
 from diffusers.pipelines.pipeline_loading_utils import _assign_components_to_devices
 
+from benchmarks.cost import cost_of
 from benchmarks.published import PIPELINES
 from shmload._building.module_trees import component_of, whole_classes
-from shmload._placement.cost import Cost, cost_of
+from shmload._placement.cost import Cost
 from shmload._placement.device_map import Devices, expand
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.modules import Component, join

@@ -1,10 +1,10 @@
-"""What a placement costs: of two, the one with the smaller cost is the better."""
+"""Plans, and what they cost: of two, the one with the smaller cost is the better."""
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmload._placement.modules import Component, join
+from shmload._placement.dividing import Divided
+from shmload._placement.spots import Rooms, Spot
 
 
 class Cost(NamedTuple):
@@ -21,45 +21,48 @@ class Cost(NamedTuple):
     """The largest share of a device's room that is taken by weights, and by those that pass."""
 
 
-def cost_of(
-    components: Iterable[Component], devices: Mapping[str, str], rooms: Mapping[str, int]
-) -> Cost:
-    """Return the cost of a placement.
+class Plan(NamedTuple):
+    """Where some components are, and what it costs."""
 
-    Weights that wait compute on their component's main device, where its first module outside of
-    the blocks is; those of a component that waits whole on the emptiest device. There they need
-    room for the largest module without children. A forward begins and ends on the main device.
+    cost: Cost
+    spots: tuple[Spot, ...]
+    waiting: tuple[Divided, ...]
+    """The components without a spot, which wait whole."""
+
+    @property
+    def rank(self) -> tuple[bool, Cost]:
+        """Of two plans for the same components, the one with the smaller rank is the better."""
+        return self.cost.fullest > 1, self.cost
+
+    def moved(self, number: int, spot: Spot, rooms: Rooms) -> "Plan":
+        """Return the same plan but for the spot of one component."""
+        return plan_of((*self.spots[:number], spot, *self.spots[number + 1 :]), self.waiting, rooms)
+
+
+def plan_of(spots: Sequence[Spot], waiting: Sequence[Divided], rooms: Rooms) -> Plan:
+    """Return a plan with its cost.
+
+    Blocks that wait compute on their component's main device; a component that waits whole, on the
+    emptiest device. There they need room for the largest module without children.
 
     Args:
-        components: of the pipeline.
-        devices: of every unit, by dotted path. What is on none of `rooms` waits.
+        spots: of the components that do not wait whole.
+        waiting: the others.
         rooms: bytes that may be used, by device.
     """
-    used = dict.fromkeys(rooms, 0)
+    free = dict(rooms)
     passing = dict.fromkeys(rooms, 0)
-    step = once = cuts = homeless = 0
-    for component in components:
-        units = [
-            (unit, devices.get(join(component.name, path), ""))
-            for path, unit in component.module.units()
-        ]
-        waiting = [unit for unit, device in units if device not in rooms]
-        nbytes = sum(unit.nbytes for unit in waiting)
-        leaf_nbytes = max((unit.largest_leaf_nbytes for unit in waiting), default=0)
-        step += nbytes * component.runs_each_step
-        once += nbytes * (not component.runs_each_step)
-        for unit, device in units:
-            if device in rooms:
-                used[device] += unit.nbytes
-        if len(waiting) == len(units):
-            homeless = max(homeless, leaf_nbytes)
-            continue
-        here = [(unit.is_whole, device) for unit, device in units if device in rooms]
-        main = min(here, key=lambda each: each[0])[1]
-        passing[main] = max(passing[main], leaf_nbytes)
-        path = [main, *(d if d in rooms else main for unit, d in units if unit.nbytes), main]
-        cuts += sum(before != after for before, after in itertools.pairwise(path))
-    emptiest = max(rooms, key=lambda device: rooms[device] - used[device])
-    passing[emptiest] = max(passing[emptiest], homeless)
-    fullest = max((used[device] + passing[device]) / max(1, rooms[device]) for device in rooms)
-    return Cost(step, once, cuts, fullest)
+    travelling = {True: 0, False: 0}
+    for spot in spots:
+        free = spot.left(free)
+        blocks = [spot.item.blocks[at] for at in spot.waiting]
+        travelling[spot.item.component.runs_each_step] += sum(block.nbytes for block in blocks)
+        largest = max((block.leaf_nbytes for block in blocks), default=0)
+        passing[spot.main] = max(passing[spot.main], largest)
+    for item in waiting:
+        travelling[item.component.runs_each_step] += item.nbytes
+    emptiest = max(free, key=lambda device: free[device])
+    passing[emptiest] = max(passing[emptiest], *(item.leaf_nbytes for item in waiting), 0)
+    fullest = max(1 - (free[d] - passing[d]) / max(1, room) for d, room in rooms.items())
+    cuts = sum(spot.cuts for spot in spots)
+    return Plan(Cost(travelling[True], travelling[False], cuts, fullest), (*spots,), (*waiting,))

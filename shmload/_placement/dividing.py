@@ -35,6 +35,8 @@ class Divided(msgspec.Struct, frozen=True, kw_only=True):
     rest_nbytes: int
     ends: tuple[int, ...]
     """Sizes of the first 0, 1, 2, ... blocks together, in bytes."""
+    leaf_nbytes: int
+    """Size of the largest module without children, in bytes: so much passes of it at a time."""
     gaps: tuple[int, ...]
     """How many of the first 0, 1, 2, ... blocks follow modules of the rest that have weights."""
 
@@ -77,6 +79,7 @@ def divide(component: Component) -> Divided:
         rest=tuple(path for path in units if path not in free),
         rest_nbytes=sum(unit.nbytes for path, unit in units.items() if path not in free),
         ends=tuple(accumulate((block.nbytes for block in blocks), initial=0)),
+        leaf_nbytes=component.module.largest_leaf_nbytes,
         gaps=tuple(accumulate((after_rest[first] for first, _ in joined), initial=0)),
     )
 

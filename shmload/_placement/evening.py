@@ -2,8 +2,9 @@
 
 from bisect import bisect_right
 
+from shmload._placement.cost import Plan
 from shmload._placement.dividing import Divided
-from shmload._placement.spots import Packed, Rooms, Spot, packed
+from shmload._placement.spots import Rooms, Spot
 
 # So many components are moved at most.
 _MAX_MOVES = 3
@@ -11,59 +12,51 @@ _MAX_MOVES = 3
 _MAX_STARTS = 64
 
 
-def improve(found: Packed, rooms: Rooms) -> Packed:
+def improve(plan: Plan, rooms: Rooms) -> Plan:
     """Move one whole component after the other to the device where it is best, as long as it helps.
 
     Args:
-        found: components on devices.
+        plan: components on devices; of none waits a part.
         rooms: what may be used of each device.
 
     Returns:
-        A placement with no more cuts, in which no device is fuller than the fullest one was.
+        A plan with no more cuts, in which no device is fuller than the fullest one was.
     """
+    plan = _even_out(plan, rooms)
     for _ in range(_MAX_MOVES):
         moved = min(
             (
-                even_out(
-                    packed((*found.spots[:number], at, *found.spots[number + 1 :]), rooms), rooms
-                )
-                for number, spot in enumerate(found.spots)
-                if not spot.cuts
-                for at in _elsewhere(spot, rooms)
+                _even_out(plan.moved(number, Spot.whole(spot.item, device), rooms), rooms)
+                for number, spot in enumerate(plan.spots)
+                for device in rooms
+                if not spot.cuts and device != spot.main
             ),
             key=lambda each: each.rank,
-            default=found,
+            default=plan,
         )
-        if moved.rank >= found.rank:
+        if moved.rank >= plan.rank:
             break
-        found = moved
-    return found
+        plan = moved
+    return plan
 
 
-def _elsewhere(spot: Spot, rooms: Rooms) -> list[Spot]:
-    count = len(spot.item.blocks)
-    return [Spot(spot.item, device, ((device, count),)) for device in rooms if device != spot.main]
-
-
-def even_out(found: Packed, rooms: Rooms) -> Packed:
+def _even_out(plan: Plan, rooms: Rooms) -> Plan:
     """Move the cuts of components that lie on two devices until the fuller one has the least.
 
     One component after the other; each keeps its two devices.
     """
-    for number, spot in enumerate(found.spots):
+    for number, spot in enumerate(plan.spots):
         devices = spot.used
         if len(devices) != 2:
             continue
-        before, after = found.spots[:number], found.spots[number + 1 :]
         free = dict(rooms)
-        for other in (*before, *after):
+        for other in (*plan.spots[:number], *plan.spots[number + 1 :]):
             free = other.left(free)
         for main in sorted(devices):
             (second,) = devices - {main}
             moved = _most_even(spot.item, main, second, free, rooms)
-            changed = packed((*before, moved, *after), rooms)
-            found = min(found, changed, key=lambda each: each.rank)
-    return found
+            plan = min(plan, plan.moved(number, moved, rooms), key=lambda each: each.rank)
+    return plan
 
 
 def _most_even(item: Divided, main: str, second: str, free: Rooms, rooms: Rooms) -> Spot:

@@ -1,6 +1,6 @@
-"""Where each component is, and how full the devices are then."""
+"""Where each component is."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -21,6 +21,11 @@ class Spot(msgspec.Struct, frozen=True):
     """The device of its rest, on which blocks compute that wait."""
     runs: tuple[Run, ...]
     """All blocks, in order; a run may be empty."""
+
+    @classmethod
+    def whole(cls, item: Divided, device: str) -> "Spot":
+        """Return the spot of a component that is on one device."""
+        return cls(item, device, ((device, len(item.blocks)),))
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield each run that is not empty: its device, and where it starts and stops."""
@@ -78,27 +83,3 @@ class Spot(msgspec.Struct, frozen=True):
 def devices_of(spots: Iterable[Spot]) -> Devices:
     """Return the device of every unit that has one."""
     return {path: device for spot in spots for path, device in spot.devices.items()}
-
-
-class Packed(msgspec.Struct, frozen=True):
-    """Components on devices, none of which waits."""
-
-    spots: tuple[Spot, ...]
-    cuts: int
-    """How often activations pass to another device in one forward of each component."""
-    fullest: float
-    """The largest share of a device that is taken."""
-
-    @property
-    def rank(self) -> tuple[bool, int, float]:
-        """Of two that place the same components, the one with the smaller rank is the better."""
-        return self.fullest > 1, self.cuts, self.fullest
-
-
-def packed(spots: Sequence[Spot], rooms: Rooms) -> Packed:
-    """Return spots with what they cost."""
-    free = dict(rooms)
-    for spot in spots:
-        free = spot.left(free)
-    fullest = max(1 - left / max(1, rooms[device]) for device, left in free.items())
-    return Packed(tuple(spots), sum(spot.cuts for spot in spots), fullest)

@@ -7,17 +7,16 @@ of components that run at every step.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from shmload._placement.device_map import Devices
-from shmload._placement.dividing import divide
-from shmload._placement.inventory import CPU, Inventory
+from shmload._placement.dividing import Divided, divide
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
 from shmload._placement.modules import Component, join
-from shmload._placement.packing import pack
+from shmload._placement.search import search
 from shmload._placement.spots import Rooms, devices_of
-from shmload._placement.waiting import keep_most, spill
 
 ComponentDevices = dict[str, str]
 """The device of each component that was placed, by its name."""
@@ -81,13 +80,43 @@ def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices
     Returns:
         The device of every unit, by dotted path; None if there is no room.
     """
-    rooms = rooms_of(inventory)
     items = [divide(component) for component in _with_core(components)]
-    spots = pack(items, rooms)
-    if spots is not None:
-        return devices_of(spots)
-    spots = keep_most(items, rooms)
-    return None if spots is None else spill(items, devices_of(spots), inventory)
+    plan = search(items, rooms_of(inventory))
+    return plan and _spill(items, devices_of(plan.spots), inventory)
+
+
+def _spill(items: Sequence[Divided], devices: Devices, inventory: Inventory) -> Devices | None:
+    """Have what has no device wait: on the CPU, or else on the disk; None if there is no room.
+
+    Args:
+        items: the components of a pipeline.
+        devices: of units, by dotted path.
+        inventory: its limits of the CPU and the disk count.
+    """
+    left: dict[str, int | None] = {}
+    for target, home in ((OFFLOAD, CPU), (DISK, DISK)):
+        device = inventory.find(home)
+        # Without an accelerator the CPU is the device that is full.
+        if target != OFFLOAD or inventory.accelerators:
+            left[target] = device.room_nbytes if device else None
+    for item in sorted(items, key=lambda item: not item.component.runs_each_step):
+        for paths, nbytes in _without_device(item, devices):
+            fitting = [t for t, free in left.items() if free is None or nbytes <= free]
+            if not fitting:
+                return None
+            devices = devices | dict.fromkeys(paths, fitting[0])
+            free = left[fitting[0]]
+            left[fitting[0]] = None if free is None else free - nbytes
+    return devices
+
+
+def _without_device(item: Divided, devices: Devices) -> Iterator[tuple[Sequence[str], int]]:
+    """Yield the blocks of a component that have no device: their paths and their size, in bytes."""
+    blocks = [block for block in item.blocks if block.paths[0] not in devices]
+    if len(blocks) < len(item.blocks) or (item.rest and item.rest[0] in devices):
+        yield from ((block.paths, block.nbytes) for block in blocks)
+    else:  # none has one: one target for the whole component makes a shorter map
+        yield [path for block in item.blocks for path in block.paths] + [*item.rest], item.nbytes
 
 
 def _with_core(components: Sequence[Component]) -> Sequence[Component]:

@@ -4,11 +4,12 @@ import cProfile
 import random
 
 import pytest
+from benchmarks.cost import cost_of
 from optimum import least_cost
 from placing import UNIT, block, blocks, leaf, model
 from small_pipelines import small_pipeline
 
-from shmload._placement.cost import Cost, cost_of
+from shmload._placement.cost import Cost
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.modules import join, parent_of
 from shmload._placement.strategies import place_auto, rooms_of
