@@ -26,8 +26,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._decoding.ring import Ring
-from shmload._devices.destination import Destination
-from shmload._devices.hollow import BytesNeeded
+from shmload._devices.destination import BytesNeeded, Destination
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings

@@ -13,7 +13,6 @@ from shmload._building.mapped import Spans
 from shmload._building.module_trees import component_of
 from shmload._building.pipeline_maker import components_by_name
 from shmload._decoding.ring import Ring, RingShape
-from shmload._devices.arrivals import copy_arriving
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
 from shmload._devices.moves import Allocation, Moves
@@ -199,7 +198,7 @@ def _copy(
             copier.stream(moves, load.holdings.hollow)
         left: Sequence[Allocation] = moves.staged
         if load and not is_streamed:
-            left = copy_arriving(moves.staged, load, copier)
+            left = copier.copy_arriving(moves.staged, load)
         if load:
             load.wait()
         copier.copy(left)

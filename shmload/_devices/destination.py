@@ -32,6 +32,13 @@ from shmload.errors import (
 _ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
 
 
+class BytesNeeded(Exception):
+    """Raised when a model cannot be built over files without data, whose weights come by a ring.
+
+    Something reads its weights. The text is that of the error that followed; empty if none did.
+    """
+
+
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of a load's weights, and what the copies there may use.
 

@@ -5,20 +5,24 @@ accelerate those that wait on a disk.
 """
 
 import os
+import shutil
+import tempfile
+import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shmload._devices.dispatch import dispatch, skip_keys_of
+from shmload._devices.moves import put
 from shmload._devices.origin import Segments
-from shmload._devices.parameters import put
 from shmload._devices.waiting import Waiting
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.table import WAITING
 from shmload._wording import format_nbytes, logger_of
+from shmload.errors import ArgumentError
 
 logger = logger_of(__name__)
 
@@ -62,7 +66,7 @@ def attach_hooks(
         roots = _roots(model, devices, blocks)
         _align(model, devices, execution_device, blocks.waiting, roots)
     else:
-        dispatch(model, devices, execution_device, offload_folder)
+        _dispatch(model, devices, execution_device, offload_folder)
     note_devices(model, devices)
 
 
@@ -112,7 +116,7 @@ def _align(
         add_hook,
     )
 
-    skip_keys = skip_keys_of(model)
+    skip_keys = _skip_keys_of(model)
     for path, module in _with_tensors(model):
         name = device_at(devices, path, execution_device)
         if waiting and name in (OFFLOAD, execution_device):
@@ -185,3 +189,77 @@ def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 paths.add(path)
                 path = path.rpartition(".")[0]
     return ((path, module) for path, module in model.named_modules() if path in paths)
+
+
+# Weights that wait under accelerate's own hooks: on a disk, or of a class of their own ------------
+
+
+def _dispatch(
+    model: nn.Module,
+    devices: Mapping[str, str],
+    execution_device: str,
+    offload_folder: str | os.PathLike[str] | None,
+) -> None:
+    """Have accelerate bring the weights that wait, and move activations.
+
+    Args:
+        model: with its other tensors on their devices.
+        devices: by a module's path, complete and disjoint; the empty path is the model itself.
+        execution_device: where modules compute whose weights wait.
+        offload_folder: for weights that wait on a disk.
+
+    Raises:
+        ArgumentError: as for `attach_hooks`.
+    """
+    from accelerate import dispatch_model
+
+    if DISK in devices.values() and offload_folder is None:
+        raise ArgumentError("some weights wait on a disk; give `offload_folder`")
+    if execution_device != CPU and CPU in devices.values():
+        raise ArgumentError(
+            "accelerate cannot compute some modules of a model on the CPU and others on an "
+            "accelerator while weights wait; use 'offload' instead of 'cpu' for its modules"
+        )
+    with warnings.catch_warnings():
+        # It wants a device for each name of a tied module, and warns of all names but the first.
+        warnings.filterwarnings("ignore", "The following device_map keys do not match")
+        dispatch_model(
+            model,
+            _as_accelerate(model, devices, execution_device),
+            main_device=execution_device,
+            offload_dir=_own_folder(model, offload_folder) if DISK in devices.values() else None,
+            skip_keys=_skip_keys_of(model),
+            force_hooks=True,
+        )
+
+
+def _as_accelerate(
+    model: nn.Module, devices: Mapping[str, str], execution_device: str
+) -> dict[str, str]:
+    """Return a device map as accelerate wants it.
+
+    There weights wait on `cpu`, and a model that waits whole is named by its children.
+    """
+    renamed = dict(devices)
+    if renamed.get("") in WAITING:
+        own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
+        renamed = own | dict.fromkeys((name for name, _ in model.named_children()), renamed[""])
+    return {path: CPU if device == OFFLOAD else device for path, device in renamed.items()}
+
+
+def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
+    """Make a folder that is removed with the model.
+
+    Each model needs its own: accelerate writes no weights into a folder that has some.
+    """
+    if parent is not None:
+        os.makedirs(parent, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="shmload-offload-", dir=parent)
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _skip_keys_of(model: nn.Module) -> Any:
+    """Return the names of arguments that are not moved; the libraries have two names for this."""
+    keys = getattr(model, "_skip_keys", None)
+    return keys or getattr(model, "_skip_keys_device_placement", None)

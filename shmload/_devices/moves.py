@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shmload._devices.hollow import BytesNeeded
-from shmload._devices.parameters import put
+from shmload._compat import takes_data_of
+from shmload._devices.destination import BytesNeeded
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
@@ -80,6 +80,35 @@ class Move(NamedTuple):
         return self.address + self.nbytes
 
 
+class Overlaps:
+    """Finds the moves whose bytes lie in a range of addresses; they may overlap each other.
+
+    Args:
+        moves: to look among.
+    """
+
+    def __init__(self, moves: Iterable[Move]) -> None:
+        self._moves = sorted(moves, key=lambda move: move.address)
+        # The furthest end so far, for each.
+        self._reach = list(itertools.accumulate((move.end for move in self._moves), max))
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:
+        """Yield the moves that overlap a range, each with the addresses of the overlap.
+
+        Args:
+            begin: address of the range's first byte.
+            end: address behind its last byte.
+        """
+        first = bisect.bisect_right(self._reach, begin)
+        for number in range(first, len(self._moves)):
+            move = self._moves[number]
+            if move.address >= end:
+                return
+            low, high = max(begin, move.address), min(end, move.end)
+            if low < high:
+                yield move, low, high
+
+
 class _Held(NamedTuple):
     """A tensor as a module holds it."""
 
@@ -118,9 +147,8 @@ class Moves:
         for module, runtime_of in modules:
             self._add_all(list(_held_by(module, runtime_of)), is_streamed or _is_never_streamed)
         streamed = (there.moves for there in self.allocations if there.is_streamed)
-        self._streamed = sorted(itertools.chain(*streamed), key=lambda move: move.address)
-        # The furthest end so far, for each: tensors may overlap.
-        self._reach = list(itertools.accumulate((move.end for move in self._streamed), max))
+        self.streamed = Overlaps(itertools.chain(*streamed))
+        """The moves of which the bytes come through a ring."""
 
     @property
     def runtimes(self) -> list[Runtime]:
@@ -131,22 +159,6 @@ class Moves:
     def staged(self) -> list[Allocation]:
         """The allocations whose bytes are in this process's memory already."""
         return [there for there in self.allocations if not there.is_streamed]
-
-    def streamed_within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:
-        """Yield the streamed moves that overlap a range, each with the addresses of the overlap.
-
-        Args:
-            begin: address of the range's first byte.
-            end: address behind its last byte.
-        """
-        first = bisect.bisect_right(self._reach, begin)
-        for number in range(first, len(self._streamed)):
-            move = self._streamed[number]
-            if move.address >= end:
-                return
-            low, high = max(begin, move.address), min(end, move.end)
-            if low < high:
-                yield move, low, high
 
     def commit(self) -> None:
         """Give the modules their tensors; all bytes must be there.
@@ -223,6 +235,36 @@ class Moves:
         if not is_large:
             self._slabs[key] = fresh
         return fresh
+
+
+def put(
+    holder: nn.Module, name: str, memory: torch.Tensor, made: dict[int, nn.Parameter]
+) -> nn.Parameter:
+    """Give a module's parameter other memory, as `Module.to` does.
+
+    It stays the same object, so ties and hooks stay, if torch can exchange memory of the two
+    devices: between the CPU and those of CUDA, XPU, HPU, MTIA it can, and not for devices that a
+    package adds. There a new parameter takes its place, in each module that holds it.
+
+    Args:
+        holder: the module.
+        name: of its parameter.
+        memory: with the parameter's dtype and shape.
+        made: the new parameters, by the `id` of those that they replace; this one is added. Keep
+            the replaced ones alive meanwhile.
+
+    Returns:
+        The parameter that the module has now.
+    """
+    parameter = holder._parameters[name]
+    assert parameter is not None
+    if takes_data_of(parameter, memory):
+        parameter.data = memory
+        return parameter
+    if id(parameter) not in made:
+        made[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+    holder._parameters[name] = made[id(parameter)]
+    return made[id(parameter)]
 
 
 def _is_never_streamed(tensor: torch.Tensor) -> bool:

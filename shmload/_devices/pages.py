@@ -1,5 +1,9 @@
 """A file's own pages, mapped for devices to fetch from: registered a window at a time.
 
+The kernel can neither move nor swap pinned pages, so a process has a budget of them. The size of
+each part counts, in whole pages and nothing more: torch's own pinned memory would be rounded up to
+powers of two. Parts that several processes pin are the same pages, and count in each.
+
 Some drivers register no pages that are mapped for reading only. For these a window is writable
 while it is registered, and read-only again before a copy begins.
 
@@ -7,6 +11,7 @@ Guarantee: nothing is written to the file, and no page stays registered after th
 """
 
 import contextlib
+import functools
 import mmap
 import os
 import threading
@@ -18,6 +23,10 @@ import torch
 from shmload._host.memory import populate, protect
 from shmload._runtimes.runtime import Runtime
 from shmload._segments.segment import open_to_map
+from shmload._segments.users import page_lock_limit
+from shmload._wording import format_nbytes, logger_of
+
+logger = logger_of(__name__)
 
 
 class Pages:
@@ -103,3 +112,48 @@ def _map(fd: int, begin: int, nbytes: int) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class Budget:
+    """A number of bytes that may be taken; several threads may use it.
+
+    Args:
+        limit_nbytes: the most that may be taken at a time.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.taken_nbytes = 0
+        """What is taken now."""
+        # A finalizer may give back at any point of a thread that has the lock.
+        self._lock = threading.RLock()
+        self._has_said = False
+
+    def take(self, nbytes: int) -> bool:
+        """Take some bytes if they are left; return whether they were; log the first refusal."""
+        with self._lock:
+            fits = self.taken_nbytes + nbytes <= self.limit_nbytes
+            is_news = not (fits or self._has_said)
+            if fits:
+                self.taken_nbytes += nbytes
+            else:
+                self._has_said = True
+        if is_news:
+            logger.warning(
+                "%s of weights that wait for an accelerator are pinned, and no more than %s may "
+                "be: the others are copied more slowly (SHMLOAD_PAGE_LOCKED sets the limit)",
+                format_nbytes(self.taken_nbytes),
+                format_nbytes(self.limit_nbytes),
+            )
+        return fits
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self.taken_nbytes -= nbytes
+
+
+@functools.cache
+def own_budget() -> Budget:
+    """Return this process's budget for pinned weights."""
+    return Budget(page_lock_limit())

@@ -84,7 +84,7 @@ class Stream:
         runtimes: dict[Runtime, None] = {}
         for base in self._bases[filled.shard]:
             first = base + filled.begin
-            for move, low, high in self._moves.streamed_within(first, first + filled.nbytes):
+            for move, low, high in self._moves.streamed.within(first, first + filled.nbytes):
                 target = move.target[low - move.address : high - move.address]
                 runtime = move.runtime
                 runtime.copy(target, memory[low - first : high - first], lane)

@@ -7,8 +7,8 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._devices.arrivals import Arrivals
 from shmload._devices.moves import Moves
+from shmload._devices.ring_copier import Arrivals
 
 _LARGE = 600_000
 

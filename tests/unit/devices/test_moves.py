@@ -187,7 +187,7 @@ def test_overlapping_tensors_get_their_bytes_from_every_slot():
     arrived = dict.fromkeys(moves.allocations[0].moves, 0)
     for begin in range(0, 3000, 300):
         first = whole.data_ptr() + begin
-        for move_, low, high in moves.streamed_within(first, first + 300):
+        for move_, low, high in moves.streamed.within(first, first + 300):
             arrived[move_] += high - low
     assert sorted(arrived.values()) == [100, 1000, 3000]
 

@@ -63,8 +63,8 @@ def test_slots_behind_many_tensors_look_at_their_own_alone(monkeypatch):
             raise AssertionError("all tensors are looked at")
 
     moves = stream(4, LateDevice())
-    moves._streamed = Counted(moves._streamed)
-    last = moves._streamed[-1]
+    moves.streamed._moves = Counted(moves.streamed._moves)
+    last = moves.streamed._moves[-1]
     looked_at = 0
-    assert len(list(moves.streamed_within(last.address, last.end))) == 1
+    assert len(list(moves.streamed.within(last.address, last.end))) == 1
     assert looked_at == 1

@@ -15,8 +15,8 @@ from torch import nn
 
 from shmload._devices import origin, pages
 from shmload._devices.block import Block
-from shmload._devices.budget import Budget
 from shmload._devices.origin import Segments
+from shmload._devices.pages import Budget
 from shmload._devices.waiting import Waiting
 from shmload._host import shm
 from shmload._host.descriptors import inode_of
