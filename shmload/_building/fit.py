@@ -16,7 +16,6 @@ from shmload._devices.destination import Destination, is_on_the_host
 from shmload._loading.progress import Step, Steps
 from shmload._loading.shard import stored_sizes
 from shmload._placement.device_map import STRATEGIES, devices_in, matches, parse_device
-from shmload._placement.header_tree import component_from_names
 from shmload._placement.inventory import (
     CPU,
     Inventory,
@@ -25,7 +24,7 @@ from shmload._placement.inventory import (
     parse_max_memory,
     without_host_limits,
 )
-from shmload._placement.modules import Component, Module
+from shmload._placement.modules import Component, Module, component_from_names
 from shmload._placement.placement import place
 from shmload._runtimes.kinds import may_have_accelerators
 from shmload.errors import ShmloadError, UnknownComponent

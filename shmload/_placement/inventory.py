@@ -44,7 +44,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 def boundless(name: str) -> Device:
     """Return a device without a limit."""
-    return Device(name=name, nbytes=_BOUNDLESS_NBYTES, room_nbytes=_BOUNDLESS_NBYTES)
+    return _device(name, _BOUNDLESS_NBYTES)
+
+
+def _device(name: str, nbytes: int, headroom: float = 0.0) -> Device:
+    room_nbytes = int(nbytes * (1 - headroom)) if headroom and not _is_host(name) else nbytes
+    return Device(name=name, nbytes=nbytes, room_nbytes=room_nbytes)
+
+
+def _is_host(name: str) -> bool:
+    return name in _WITHOUT_INDEX
 
 
 class Current(msgspec.Struct, frozen=True):
@@ -72,20 +81,24 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def names(self) -> list[str]:
         """The names of all devices."""
-        order = _in_order([*self.devices, *(boundless(name) for name in self.others)])
-        return [device.name for device in order]
+        return [device.name for device in self.with_devices(map(boundless, self.others)).devices]
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
         """Its devices other than `cpu` and `disk`; may be none."""
-        return tuple(device for device in self.devices if device.name not in _WITHOUT_INDEX)
+        return tuple(device for device in self.devices if not _is_host(device.name))
 
     @property
     def current(self) -> Current:
         """What names mean that leave something out."""
-        names = [name for name in self.names if name not in _WITHOUT_INDEX]
+        names = [name for name in self.names if not _is_host(name)]
         kind = names[0].partition(":")[0] if names else kinds.USUAL_KIND
         return Current(kind, self.current_index)
+
+    def with_devices(self, devices: Iterable[Device]) -> "Inventory":
+        """Return an inventory that also has these, or has them instead of those of their name."""
+        found = {device.name: device for device in (*self.devices, *devices)}
+        return msgspec.structs.replace(self, devices=_in_order(found.values()))
 
     def find(self, name: str) -> Device | None:
         """Return a device by its name; None if it is not listed."""
@@ -146,7 +159,10 @@ def parse_inventory(text: str) -> Inventory:
                 found[name] = _nbytes(size, "24GiB, 2x24GiB or cuda:1=24GiB")
     except ArgumentError as exc:
         raise ArgumentError(f"inventory: {exc}") from None
-    return _inventory(found, settings().headroom)
+    headroom = settings().headroom
+    return Inventory(devices=()).with_devices(
+        _device(name, nbytes, headroom) for name, nbytes in found.items()
+    )
 
 
 def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
@@ -178,14 +194,12 @@ def limit_inventory(
         DeviceMissing: it names an accelerator that the inventory does not have.
     """
     limits = parse_max_memory(max_memory, inventory.current if inventory else USUAL)
-    limited = _inventory(limits, 0.0).devices
-    if inventory is None:
-        return Inventory(devices=limited)
     for name in limits:
-        if name not in (CPU, DISK) and inventory.find(name) is None:
+        if inventory and name not in (CPU, DISK) and inventory.find(name) is None:
             raise DeviceMissing(name, inventory.names, argument="max_memory")
-    others = (device for device in inventory.devices if device.name not in limits)
-    return msgspec.structs.replace(inventory, devices=_in_order((*limited, *others)))
+    return (inventory or Inventory(devices=())).with_devices(
+        _device(name, nbytes) for name, nbytes in limits.items()
+    )
 
 
 def parse_max_memory(max_memory: Mapping[Any, object], current: Current = USUAL) -> dict[str, int]:
@@ -237,21 +251,17 @@ def choose_inventory(
     if max_memory is None:
         return machine_inventory(needed)
     here = machine_inventory(())  # the limits are given: no device is asked
-    limits = parse_max_memory(max_memory, here.current)
-    unlimited = (*here.devices, *(boundless(name) for name in here.others))
-    here = msgspec.structs.replace(here, devices=_in_order(unlimited), others=())
-    limited = limit_inventory(max_memory, here).devices
-    used = (each for each in limited if each.name in limits or each.name in (CPU, DISK))
-    return msgspec.structs.replace(here, devices=tuple(used))
+    here = here.with_devices(map(boundless, here.others))
+    named = {*parse_max_memory(max_memory, here.current), CPU, DISK}
+    used = (each for each in limit_inventory(max_memory, here).devices if each.name in named)
+    return msgspec.structs.replace(here, devices=tuple(used), others=())
 
 
 def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
     """Drop the limit of the CPU unless the caller has set one: the weights are there already."""
     if CPU in parse_max_memory(max_memory or {}, inventory.current):
         return inventory
-    others = [device for device in inventory.devices if device.name != CPU]
-    devices = _in_order((*others, boundless(CPU)))
-    return msgspec.structs.replace(inventory, devices=devices)
+    return inventory.with_devices([boundless(CPU)])
 
 
 def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
@@ -269,35 +279,22 @@ def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
         asked = [name for name in names if name in wanted]
     free = [cgroup_free_nbytes(), machine_free_nbytes()]
     host = min(nbytes for nbytes in free if nbytes is not None)
-    found = kinds.free_nbytes(asked)
-    limited = _inventory(
-        {name: nbytes for name, nbytes in found.items() if nbytes is not None} | {CPU: host},
-        settings().headroom,
+    headroom = settings().headroom
+    devices = (
+        boundless(name) if nbytes is None else _device(name, nbytes, headroom)
+        for name, nbytes in (*kinds.free_nbytes(asked).items(), (CPU, host))
     )
-    unlimited = (boundless(name) for name, nbytes in found.items() if nbytes is None)
     return Inventory(
-        devices=_in_order((*limited.devices, *unlimited)),
+        devices=_in_order(devices),
         others=tuple(name for name in names if name not in asked),
         current_index=current.index,
     )
 
 
-def _inventory(found: Mapping[str, int], headroom: float) -> Inventory:
-    devices = (
-        Device(
-            name=name,
-            nbytes=nbytes,
-            room_nbytes=nbytes if name in _WITHOUT_INDEX else int(nbytes * (1 - headroom)),
-        )
-        for name, nbytes in found.items()
-    )
-    return Inventory(devices=_in_order(devices))
-
-
 def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     def sort_key(device: Device) -> tuple[bool, str, int]:
         kind, _, index = device.name.partition(":")
-        return device.name in _WITHOUT_INDEX, kind, int(index or 0)
+        return _is_host(device.name), kind, int(index or 0)
 
     return tuple(sorted(devices, key=sort_key))
 

@@ -6,18 +6,18 @@ components             unknown names, cuts through what          what does not f
                        must stay whole: errors                   error with a map that does
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map
-from shmload._placement.device_use import DeviceUse
-from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
-from shmload._placement.modules import Component, join
-from shmload._placement.pages import placement_page
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory, boundless
+from shmload._placement.modules import Component, Module, join
 from shmload._placement.shortest_map import shorten
-from shmload._placement.strategies import WHOLE_STRATEGIES, nbytes_by_device, place_auto, rooms_of
-from shmload._placement.table import WAITING, TableRow, table_rows
+from shmload._placement.strategies import WHOLE_STRATEGIES, place_auto, rooms_of
+from shmload._placement.table import WAITING, DeviceUse, TableRow, placement_page, table_rows
 from shmload._tables import Page, Printable
 from shmload._wording import format_nbytes
 from shmload.errors import DeviceMapMalformed, DoesNotFit
@@ -136,20 +136,27 @@ def _amounts(inventory: Inventory) -> str:
 
 
 def _describe(components: Sequence[Component], devices: Devices, inventory: Inventory) -> Placement:
-    execution = _execution_devices(components, devices, inventory)
-    _require_one_way(components, devices, execution)
-    found: dict[str, str | dict[str, str]] = {}
-    for component in components:
-        merged = merge(component.module, component.name, devices)
-        if list(merged) == [component.name]:
-            found[component.name] = merged[component.name]
-        else:
-            offset = len(component.name) + 1 if component.name else 0
-            found[component.name] = {path[offset:]: device for path, device in merged.items()}
+    units = {
+        each.name: [(unit, devices[join(each.name, path)]) for path, unit in each.module.units()]
+        for each in components
+    }
+    used: Counter[str] = Counter()
+    for unit, home in itertools.chain(*units.values()):
+        used[home] += unit.nbytes
+    free = {device.name: device.nbytes - used[device.name] for device in inventory.accelerators}
+    execution = {name: _execution_device(homes, free) for name, homes in units.items()}
+    passing: Counter[str] = Counter()
+    for name, homes in units.items():
+        _require_one_way(name, {home for _, home in homes}, execution[name])
+        waiting = (unit.largest_leaf_nbytes for unit, home in homes if home in WAITING)
+        # Weights on the CPU that compute there do not move.
+        passing[execution[name]] = max(passing[execution[name]], *waiting, 0)
+    used[CPU] += used.pop(OFFLOAD, 0)
+    found = {each.name: _by_module(each, devices) for each in components}
     return Placement(
         components=found,
         execution_devices=execution,
-        devices=_uses(components, devices, inventory, execution),
+        devices=_uses(used, passing, inventory),
         parts=tuple(
             row
             for component in components
@@ -159,77 +166,67 @@ def _describe(components: Sequence[Component], devices: Devices, inventory: Inve
     )
 
 
-def _execution_devices(
-    components: Sequence[Component], devices: Devices, inventory: Inventory
-) -> dict[str, str]:
-    """Return the device on which each component computes.
+def _by_module(component: Component, devices: Devices) -> str | dict[str, str]:
+    """Return the device of a component; of its modules, if it has several."""
+    merged = merge(component.module, component.name, devices)
+    if list(merged) == [component.name]:
+        return merged[component.name]
+    offset = len(component.name) + 1 if component.name else 0
+    return {path[offset:]: device for path, device in merged.items()}
+
+
+def _execution_device(units: Sequence[tuple[Module, str]], free: Mapping[str, int]) -> str:
+    """Return the device on which a component computes.
 
     That is the device of its first module that is not a block. If some of its weights are offloaded
     it is an accelerator: the first that has a module of it, or else the one with most room left.
+
+    Args:
+        units: of the component, each with its device.
+        free: what is left of each accelerator.
     """
-    used = nbytes_by_device(components, devices)
-    free = {d.name: d.nbytes - used.get(d.name, 0) for d in inventory.accelerators}
-    emptiest = max(free, key=lambda name: free[name], default=CPU)
-    found = {}
-    for component in components:
-        units = sorted(component.module.units(), key=lambda unit: unit[1].is_whole)
-        homes = [devices[join(component.name, path)] for path, _ in units]
-        computing = [home for home in homes if home not in WAITING]
-        if len(computing) < len(homes):
-            # If there is an accelerator, offloaded weights never compute on the CPU.
-            computing = [home for home in computing if home in free] or [emptiest]
-        found[component.name] = computing[0]
-    return found
+    homes = [home for _, home in sorted(units, key=lambda each: each[0].is_whole)]
+    computing = [home for home in homes if home not in WAITING]
+    if len(computing) < len(homes):
+        # If there is an accelerator, offloaded weights never compute on the CPU.
+        emptiest = max(free, key=lambda name: free[name], default=CPU)
+        computing = [home for home in computing if home in free] or [emptiest]
+    return computing[0]
 
 
-def _require_one_way(
-    components: Sequence[Component], devices: Devices, execution: Mapping[str, str]
-) -> None:
+def _require_one_way(name: str, homes: Collection[str], execution: str) -> None:
     """Raise DeviceMapMalformed where weights wait on a disk and the CPU computes with others.
 
     Accelerate's hooks know the CPU of such a model only as the place where weights wait.
     """
-    for component in components:
-        homes = {devices[join(component.name, path)] for path, _ in component.module.units()}
-        if execution[component.name] != CPU and {CPU, DISK} <= homes:
-            raise DeviceMapMalformed(
-                f"{component.name or 'the model'} cannot compute some modules on the cpu and "
-                f"others on {execution[component.name]} while weights wait on a disk; write "
-                "'offload' instead of 'cpu' for its modules"
-            )
+    if execution != CPU and CPU in homes and DISK in homes:
+        raise DeviceMapMalformed(
+            f"{name or 'the model'} cannot compute some modules on the cpu and others on "
+            f"{execution} while weights wait on a disk; write 'offload' instead of 'cpu' for its "
+            "modules"
+        )
 
 
 def _uses(
-    components: Sequence[Component],
-    devices: Devices,
-    inventory: Inventory,
-    execution: Mapping[str, str],
+    used: Mapping[str, int], passing: Mapping[str, int], inventory: Inventory
 ) -> tuple[DeviceUse, ...]:
-    used = nbytes_by_device(components, devices)
-    passing: dict[str, int] = {}
-    for component in components:
-        where = execution[component.name]
-        for path, module in component.module.units():
-            if devices[join(component.name, path)] in WAITING:
-                passing[where] = max(passing.get(where, 0), module.largest_leaf_nbytes)
-    held = {
-        CPU: used.pop(OFFLOAD, 0) + used.get(CPU, 0),
-        DISK: used.get(DISK, 0),
-    }
-    limits = {
-        device.name: None if device.is_boundless else device.nbytes for device in inventory.devices
-    }
-    headrooms = {device.name: device.nbytes - device.room_nbytes for device in inventory.devices}
+    """Return what the devices of an inventory hold, and the CPU and the disk if they hold weights.
+
+    Args:
+        used: size of the weights on each device, in bytes; what is on `offload` is on the CPU.
+        passing: what comes to each at a time of weights that wait.
+        inventory: gives the limits.
+    """
+    others = (boundless(name) for name in (CPU, DISK) if used[name] and not inventory.find(name))
     return tuple(
         DeviceUse(
-            device=name,
-            nbytes=held.get(name, used.get(name, 0)),
-            # Weights on the CPU that compute there do not move.
-            passing_nbytes=passing.get(name, 0),
-            limit_nbytes=limits.get(name),
-            headroom_nbytes=headrooms.get(name, 0),
+            device=device.name,
+            nbytes=used[device.name],
+            passing_nbytes=passing[device.name],
+            limit_nbytes=None if device.is_boundless else device.nbytes,
+            headroom_nbytes=device.nbytes - device.room_nbytes,
         )
-        for name in dict.fromkeys((*limits, *(n for n in (CPU, DISK) if held[n])))
+        for device in (*inventory.devices, *others)
     )
 
 

@@ -6,15 +6,14 @@ weights to the CPU or the disk: first those of components that run once in a gen
 of components that run at every step.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from shmload._placement.device_map import Devices
 from shmload._placement.dividing import Divided, divide
-from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory
-from shmload._placement.modules import Component, join
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory, boundless
+from shmload._placement.modules import Component
 from shmload._placement.search import search
 from shmload._placement.spots import Rooms, devices_of
 
@@ -69,9 +68,8 @@ WHOLE_STRATEGIES: Mapping[str, Callable[[Sequence[Component], Rooms], ComponentD
 
 def rooms_of(inventory: Inventory) -> dict[str, int]:
     """Return what a strategy may put on each device that computes, in bytes."""
-    cpu = inventory.find(CPU)
-    alone = {CPU: cpu.room_nbytes if cpu else sys.maxsize}
-    return {device.name: device.room_nbytes for device in inventory.accelerators} or alone
+    devices = inventory.accelerators or (inventory.find(CPU) or boundless(CPU),)
+    return {device.name: device.room_nbytes for device in devices}
 
 
 def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices | None:
@@ -93,20 +91,19 @@ def _spill(items: Sequence[Divided], devices: Devices, inventory: Inventory) -> 
         devices: of units, by dotted path.
         inventory: its limits of the CPU and the disk count.
     """
-    left: dict[str, int | None] = {}
-    for target, home in ((OFFLOAD, CPU), (DISK, DISK)):
-        device = inventory.find(home)
-        # Without an accelerator the CPU is the device that is full.
-        if target != OFFLOAD or inventory.accelerators:
-            left[target] = device.room_nbytes if device else None
+    # Without an accelerator the CPU is the device that is full.
+    homes = {OFFLOAD: CPU, DISK: DISK} if inventory.accelerators else {DISK: DISK}
+    left = {
+        target: (inventory.find(home) or boundless(home)).room_nbytes
+        for target, home in homes.items()
+    }
     for item in sorted(items, key=lambda item: not item.component.runs_each_step):
         for paths, nbytes in _without_device(item, devices):
-            fitting = [t for t, free in left.items() if free is None or nbytes <= free]
-            if not fitting:
+            target = next((name for name, free in left.items() if nbytes <= free), None)
+            if target is None:
                 return None
-            devices = devices | dict.fromkeys(paths, fitting[0])
-            free = left[fitting[0]]
-            left[fitting[0]] = None if free is None else free - nbytes
+            devices = devices | dict.fromkeys(paths, target)
+            left[target] -= nbytes
     return devices
 
 
@@ -129,14 +126,3 @@ def _with_core(components: Sequence[Component]) -> Sequence[Component]:
 
 def _largest_first(components: Iterable[Component]) -> list[Component]:
     return sorted(components, key=lambda component: -component.nbytes)
-
-
-def nbytes_by_device(components: Iterable[Component], devices: Devices) -> dict[str, int]:
-    """Return the size of the weights on each device, in bytes."""
-    used: dict[str, int] = {}
-    for component in components:
-        for path, module in component.module.units():
-            device = devices.get(join(component.name, path))
-            if device:
-                used[device] = used.get(device, 0) + module.nbytes
-    return used

@@ -1,11 +1,14 @@
-"""A placement as the rows of a table: consecutive blocks on one device share a row."""
+"""A placement for people: tables of its modules and devices, and its map as Python code."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shmload._placement.inventory import DISK, OFFLOAD
+from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.modules import Component, Module
+from shmload._placement.shortest_map import print_device_map
+from shmload._tables import Page, Table
+from shmload._wording import format_nbytes
 
 WAITING = (OFFLOAD, DISK)
 """Not devices that compute: weights wait there and are copied when they are needed."""
@@ -25,6 +28,20 @@ class TableRow(msgspec.Struct, frozen=True, kw_only=True):
     """Where the modules compute; not `device` if the weights are on `offload` or `disk`."""
     runs_each_step: bool = False
     """Whether its component computes at every step of a generation, and not once."""
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights on one device."""
+
+    device: str
+    nbytes: int
+    """Size of the weights that are there, in bytes."""
+    passing_nbytes: int
+    """The most that comes there at a time of weights on `offload` or `disk`, in bytes."""
+    limit_nbytes: int | None
+    """How many bytes may lie there at most; None if the inventory has no limit."""
+    headroom_nbytes: int
+    """How many of these bytes a strategy leaves to activations; a device map may take them."""
 
 
 def table_rows(
@@ -76,3 +93,54 @@ def _find(module: Module, path: str) -> Module:
 def _range_of(paths: Sequence[str]) -> str:
     last = paths[-1].rpartition(".")[2]
     return paths[0] if len(paths) == 1 else f"{paths[0]}-{last}"
+
+
+def placement_page(
+    parts: Sequence[TableRow], devices: Sequence[DeviceUse], device_map: Mapping[str, str]
+) -> Page:
+    """Return the page of a placement; the arguments are its fields."""
+    limits = {use.device: use.limit_nbytes for use in devices}
+    rows = [
+        (
+            part.component or "-",
+            part.modules or "all",
+            format_nbytes(part.nbytes),
+            _where(part),
+            _share(part.nbytes, limits.get(CPU if part.device == OFFLOAD else part.device)),
+        )
+        for part in parts
+    ]
+    titles = ("COMPONENT", "MODULES", "SIZE", "DEVICE", "SHARE")
+    modules = Table(titles=titles, rows=rows, right=(2, 4))
+    return Page((modules, "", _device_table(devices), "", print_device_map(device_map)))
+
+
+def _device_table(devices: Sequence[DeviceUse]) -> Table:
+    titles: tuple[str, ...] = ("DEVICE", "WEIGHTS", "PASSING", "SIZE", "SHARE")
+    rows = [_row(use) for use in devices]
+    if not any(use.passing_nbytes for use in devices):
+        titles, rows = titles[:2] + titles[3:], [row[:2] + row[3:] for row in rows]
+    return Table(titles=titles, rows=rows, right=tuple(range(1, len(titles))))
+
+
+def _where(part: TableRow) -> str:
+    if part.device == part.execution_device:
+        return part.device
+    return f"{part.device}, computes on {part.execution_device}"
+
+
+def _row(use: DeviceUse) -> tuple[str, ...]:
+    return (
+        use.device,
+        format_nbytes(use.nbytes),
+        format_nbytes(use.passing_nbytes) if use.passing_nbytes else "-",
+        "-" if use.limit_nbytes is None else format_nbytes(use.limit_nbytes),
+        _share(use.nbytes + use.passing_nbytes, use.limit_nbytes),
+    )
+
+
+def _share(nbytes: int, limit: int | None) -> str:
+    if not limit:
+        return "-"
+    share = 100 * nbytes / limit
+    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.plan import Pair, compare, format_pairs, models_of, pairs_as_json, rank
 from benchmarks.published import PIPELINES
 
-from shmload._placement.cost import Cost
+from shmload._placement.spots import Cost
 
 # Accelerate warns of the rigs' GPUs, which are not here, and of buffers.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,9 +4,8 @@ import pytest
 from placing import blocks, flux, leaf, model
 
 from shmload._placement.device_map import expand, parse_device_map
-from shmload._placement.header_tree import component_from_names
 from shmload._placement.inventory import parse_inventory
-from shmload._placement.modules import Module
+from shmload._placement.modules import Module, component_from_names
 from shmload.errors import DeviceMapMalformed, UnknownModule
 
 

@@ -9,9 +9,9 @@ from optimum import least_cost
 from placing import UNIT, block, blocks, leaf, model
 from small_pipelines import small_pipeline
 
-from shmload._placement.cost import Cost
 from shmload._placement.inventory import limit_inventory
 from shmload._placement.modules import join, parent_of
+from shmload._placement.spots import Cost
 from shmload._placement.strategies import place_auto, rooms_of
 
 _TOLERANCE = 1.03
