@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
 from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
-from shmload._devices.destination import Destination, is_on_the_host
+from shmload._devices.destination import Destination
 from shmload._loading.progress import Step, Steps
 from shmload._loading.shard import stored_sizes
 from shmload._placement.device_map import STRATEGIES, devices_in, matches, parse_device
@@ -20,6 +20,7 @@ from shmload._placement.inventory import (
     CPU,
     Inventory,
     boundless,
+    is_on_the_host,
     limit_inventory,
     parse_max_memory,
     without_host_limits,

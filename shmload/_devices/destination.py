@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,12 +11,11 @@ from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
 from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
 from shmload._placement.inventory import (
-    CPU,
     DISK,
-    META,
     OFFLOAD,
     Inventory,
     choose_inventory,
+    is_on_the_host,
     parse_max_memory,
     without_host_limits,
 )
@@ -28,8 +27,6 @@ from shmload.errors import (
     DeviceMissing,
     MemoryLimitExceeded,
 )
-
-_ON_THE_HOST = (CPU, DISK, META, OFFLOAD)
 
 
 class BytesNeeded(Exception):
@@ -70,7 +67,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_away(self) -> bool:
         """Whether the map by itself, without a strategy, sends every weight to an accelerator."""
-        named = [parse_device(device) for _, device in self._devices()]
+        named = [parse_device(device) for device in self._named]
         return bool(named) and not any(map(is_on_the_host, named))
 
     def require_possible(self, placement: Placement) -> None:
@@ -95,13 +92,14 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceMissing: one is not there.
         """
-        named = [parse_device(each) for _, each in self._devices()]
+        named = map(parse_device, self._named)
         limits = parse_max_memory(self.max_memory or {})
-        is_away = any(not is_on_the_host(device) for device in (*named, *limits))
-        if not is_away or ("torch" not in sys.modules and may_have_accelerators()):
+        if all(map(is_on_the_host, (*named, *limits))) or (
+            "torch" not in sys.modules and may_have_accelerators()
+        ):
             return
         here = choose_inventory(None, self.max_memory, needed=())
-        for _, each in self._devices():
+        for each in self._named:
             device = parse_device(each, here.current)
             if not is_on_the_host(device) and device not in here.names:
                 raise DeviceMissing(device, here.names)
@@ -115,17 +113,18 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceMissing: `max_memory` names an accelerator that is not there.
         """
-        named = [each for _, each in self._devices()]
+        named = self._named
         # A strategy may use any, and so may weights that wait.
         may_use_any = not named or any(parse_device(each) in (OFFLOAD, DISK) for each in named)
         found = choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
         return without_host_limits(found, self.max_memory)
 
-    def _devices(self) -> Iterable[tuple[object, object]]:
-        """Return the devices that the map names; none if it is a strategy."""
+    @property
+    def _named(self) -> list[object]:
+        """The devices that the map names; none if it is a strategy."""
         if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
-            return ()
-        return devices_in(self.device_map)
+            return []
+        return [device for _, device in devices_in(self.device_map)]
 
     def require_no_limit(self, source: Source, reason: str = "") -> None:
         """Check that no `max_host_memory` is given. For weights that cannot take the ring.
@@ -186,8 +185,3 @@ def parse_max_host_memory(value: float | str | None) -> int | None:
         return parse_nbytes(value)
     except ValueError as exc:
         raise ArgumentError(f"max_host_memory: {exc}") from exc
-
-
-def is_on_the_host(device: str) -> bool:
-    """Tell whether a device, by its one name, takes no copies."""
-    return device in _ON_THE_HOST

@@ -116,8 +116,9 @@ class _Held(NamedTuple):
     name: str
     is_parameter: bool
     tensor: torch.Tensor
-    runtime: Runtime | None
-    """Runtime of the device that it goes to; None to leave it."""
+    runtime: Runtime
+    """Of the device that it goes to."""
+    is_streamed: bool
 
 
 class Moves:
@@ -143,9 +144,10 @@ class Moves:
         self._slabs: dict[tuple[Runtime, bool], Allocation] = {}
         self._targets: dict[tuple[object, ...], torch.Tensor] = {}
         self._plain: list[tuple[_Held, torch.Tensor]] = []
-        self._others: dict[nn.Module, dict[int, Runtime]] = {}
+        self._others: list[_Held] = []
         for module, runtime_of in modules:
-            self._add_all(list(_held_by(module, runtime_of)), is_streamed or _is_never_streamed)
+            held = _held_by(module, runtime_of, is_streamed or (lambda tensor: False))
+            self._add(list(held))
         streamed = (there.moves for there in self.allocations if there.is_streamed)
         self.streamed = Overlaps(itertools.chain(*streamed))
         """The moves of which the bytes come through a ring."""
@@ -166,61 +168,45 @@ class Moves:
         Torch moves its tensors first: until that has succeeded the modules are as they were.
         """
         copies: dict[tuple[int, Runtime], torch.Tensor] = {}
-        for holder, devices in self._others.items():
-            for tensor in (*holder._parameters.values(), *holder._buffers.values()):
-                if tensor is not None and id(tensor) in devices:
-                    _by_torch(tensor, devices, copies)
+        moved: dict[nn.Module, dict[int, torch.Tensor]] = {}
+        for held in self._others:
+            key = id(held.tensor), held.runtime
+            if key not in copies:  # a shared tensor is copied once
+                with torch.no_grad():
+                    copies[key] = held.tensor.to(held.runtime.device)
+            moved.setdefault(held.holder, {})[id(held.tensor)] = copies[key]
         made: dict[int, nn.Parameter] = {}
         for held, target in self._plain:
             if held.is_parameter:
                 put(held.holder, held.name, target, made)
             else:
                 held.holder._buffers[held.name] = target
-        for holder, devices in self._others.items():
-            copy = functools.partial(_by_torch, devices=devices, copies=copies)
-            holder._apply(copy, recurse=False)  # type: ignore[no-untyped-call]
+        for holder, by_id in moved.items():
+            swap = functools.partial(_swapped, by_id=by_id)
+            holder._apply(swap, recurse=False)  # type: ignore[no-untyped-call]
 
-    def _add_all(self, tensors: list[_Held], is_streamed: IsStreamed) -> None:
-        """Find targets for the tensors of a module, in memory that its device gets all at once.
+    def _add(self, tensors: list[_Held]) -> None:
+        """Find targets for the plain tensors of a module, and leave the others to torch.
 
-        Raises:
-            BytesNeeded: as `_add`.
+        A device gets the memory for all large ones at once.
         """
+        plain = [held for held in tensors if _is_plain(held.tensor)]
+        self._others += [held for held in tensors if not _is_plain(held.tensor)]
         large: dict[Runtime, dict[tuple[object, ...], int]] = {}
-        for held in tensors:
-            if held.runtime and _is_plain(held.tensor) and held.tensor.nbytes >= _LARGE_NBYTES:
-                key = _key(held.tensor, held.runtime)
-                if key not in self._targets:
-                    large.setdefault(held.runtime, {})[key] = _aligned(held.tensor.nbytes)
+        for held in plain:
+            key = _key(held)
+            if held.tensor.nbytes >= _LARGE_NBYTES and key not in self._targets:
+                large.setdefault(held.runtime, {})[key] = _aligned(held.tensor.nbytes)
         for runtime, sizes in large.items():
             runtime.reserve(list(sizes.values()))
-        for held in tensors:
-            self._add(held, is_streamed=is_streamed(held.tensor))
+        self._plain += [(held, self._target(held)) for held in plain]
 
-    def _add(self, held: _Held, *, is_streamed: bool) -> None:
-        """Find a target for a tensor, or leave the tensor to torch.
-
-        Raises:
-            BytesNeeded: it is streamed, but a stream could not bring its bytes.
-        """
-        tensor, runtime = held.tensor, held.runtime
-        is_plain = _is_plain(tensor)
-        if is_streamed and (runtime is None or not is_plain):
-            raise BytesNeeded
-        if runtime is None:
-            return
-        if is_plain:
-            self._plain.append((held, self._target(tensor, runtime, is_streamed=is_streamed)))
-        else:
-            self._others.setdefault(held.holder, {})[id(tensor)] = runtime
-
-    def _target(self, tensor: torch.Tensor, runtime: Runtime, *, is_streamed: bool) -> torch.Tensor:
+    def _target(self, held: _Held) -> torch.Tensor:
         """Return the device tensor that replaces a plain one; tied tensors share it."""
-        key = _key(tensor, runtime)
+        key, tensor = _key(held), held.tensor
         if key not in self._targets:
-            nbytes = tensor.nbytes
-            allocation = self._allocate(runtime, nbytes, is_streamed=is_streamed)
-            target = allocation.take(tensor.data_ptr(), nbytes)
+            allocation = self._allocate(held.runtime, tensor.nbytes, is_streamed=held.is_streamed)
+            target = allocation.take(tensor.data_ptr(), tensor.nbytes)
             self._targets[key] = target.view(tensor.dtype).view(tensor.shape)
         return self._targets[key]
 
@@ -267,49 +253,36 @@ def put(
     return made[id(parameter)]
 
 
-def _is_never_streamed(tensor: torch.Tensor) -> bool:
-    return False
-
-
-def _key(tensor: torch.Tensor, runtime: Runtime) -> tuple[object, ...]:
+def _key(held: _Held) -> tuple[object, ...]:
     """Return what two plain tensors have in common that can share a target."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, runtime
+    return held.tensor.data_ptr(), held.tensor.dtype, held.tensor.shape, held.runtime
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def _by_torch(
-    tensor: torch.Tensor,
-    devices: dict[int, Runtime],
-    copies: dict[tuple[int, Runtime], torch.Tensor],
-) -> torch.Tensor:
-    """Return torch's copy of a tensor on its device; a shared tensor is copied once.
+def _swapped(tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> torch.Tensor:
+    return by_id.get(id(tensor), tensor)
 
-    Args:
-        tensor: returned as it is if it has no device.
-        devices: by the `id` of a tensor.
-        copies: the copies made so far; this one is added.
+
+def _held_by(module: nn.Module, runtime_of: RuntimeOf, is_streamed: IsStreamed) -> Iterator[_Held]:
+    """Yield the tensors of a module and of the modules in it that go to a device.
+
+    Raises:
+        BytesNeeded: one is streamed, but stays, or is more than its bytes.
     """
-    runtime = devices.get(id(tensor))
-    if runtime is None:
-        return tensor
-    key = (id(tensor), runtime)
-    if key not in copies:
-        with torch.no_grad():
-            copies[key] = tensor.to(runtime.device)
-    return copies[key]
-
-
-def _held_by(module: nn.Module, runtime_of: RuntimeOf) -> Iterator[_Held]:
-    """Yield the tensors of a module and of the modules in it."""
     for path, holder in module.named_modules():
-        prefix = path + "." if path else ""
         for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    yield _Held(holder, name, is_parameter, tensor, runtime_of(prefix + name))
+                if tensor is None:
+                    continue
+                runtime = runtime_of(f"{path}.{name}" if path else name)
+                is_coming = is_streamed(tensor)
+                if is_coming and (runtime is None or not _is_plain(tensor)):
+                    raise BytesNeeded
+                if runtime:
+                    yield _Held(holder, name, is_parameter, tensor, runtime, is_coming)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

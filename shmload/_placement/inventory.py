@@ -48,11 +48,12 @@ def boundless(name: str) -> Device:
 
 
 def _device(name: str, nbytes: int, headroom: float = 0.0) -> Device:
-    room_nbytes = int(nbytes * (1 - headroom)) if headroom and not _is_host(name) else nbytes
+    room_nbytes = int(nbytes * (1 - headroom)) if headroom and not is_on_the_host(name) else nbytes
     return Device(name=name, nbytes=nbytes, room_nbytes=room_nbytes)
 
 
-def _is_host(name: str) -> bool:
+def is_on_the_host(name: str) -> bool:
+    """Tell whether a device, by its one name, takes no copies."""
     return name in _WITHOUT_INDEX
 
 
@@ -86,12 +87,12 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def accelerators(self) -> tuple[Device, ...]:
         """Its devices other than `cpu` and `disk`; may be none."""
-        return tuple(device for device in self.devices if not _is_host(device.name))
+        return tuple(device for device in self.devices if not is_on_the_host(device.name))
 
     @property
     def current(self) -> Current:
         """What names mean that leave something out."""
-        names = [name for name in self.names if not _is_host(name)]
+        names = [name for name in self.names if not is_on_the_host(name)]
         kind = names[0].partition(":")[0] if names else kinds.USUAL_KIND
         return Current(kind, self.current_index)
 
@@ -294,7 +295,7 @@ def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
 def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
     def sort_key(device: Device) -> tuple[bool, str, int]:
         kind, _, index = device.name.partition(":")
-        return _is_host(device.name), kind, int(index or 0)
+        return is_on_the_host(device.name), kind, int(index or 0)
 
     return tuple(sorted(devices, key=sort_key))
 

@@ -1,25 +1,14 @@
 """The shortest device map that means a placement, to be printed, pasted and planned again."""
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-
-import msgspec
 
 from shmload._placement.device_map import Devices
 from shmload._placement.modules import Component, Module, join
 
-
-class _Written(msgspec.Struct, frozen=True):
-    """Entries of a device map."""
-
-    entries: tuple[tuple[str, str], ...] = ()
-
-    def __add__(self, other: "_Written") -> "_Written":
-        return _Written(self.entries + other.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
+_Entries = tuple[tuple[str, str], ...]
+"""Of a device map: paths or patterns, each with its device."""
 
 
 def shorten(components: Sequence[Component], devices: Devices, main: Mapping[str, str]) -> Devices:
@@ -36,8 +25,11 @@ def shorten(components: Sequence[Component], devices: Devices, main: Mapping[str
     for component in components:
         tree = _Labelled(component.module, component.name, devices)
         choices = sorted(tree.used, key=lambda device: (device != main[component.name], device))
-        options = [_Written(((component.name, device),)) + tree.write(device) for device in choices]
-        entries += min(options, key=len).entries
+        options: list[_Entries] = [
+            ((component.name, device), *tree.write(device)) for device in choices
+        ]
+        shortest: _Entries = min(options, key=len)
+        entries += shortest
     return dict(entries)
 
 
@@ -58,30 +50,29 @@ class _Labelled:
         self.used: frozenset[str] = frozenset().union(*(child.used for child in self.children))
         if module.is_unit:
             self.used = frozenset({devices[path]})
-        self._written: dict[str, _Written] = {}
+        self._written: dict[str, _Entries] = {}
 
-    def write(self, inherited: str) -> _Written:
+    def write(self, inherited: str) -> _Entries:
         """Return the fewest entries for the children, given the device that they inherit."""
         if self.used == {inherited}:
-            return _Written()
+            return ()
         if inherited not in self._written:
-            groups = groupby(self.children, key=_group)
+            groups = itertools.groupby(self.children, key=_group)
             parts = (
                 _write_numbers(self.path, list(children), device, inherited)
                 if device
                 else next(children).write_whole(inherited)
                 for (device, _), children in groups
             )
-            self._written[inherited] = sum(parts, start=_Written())
+            self._written[inherited] = tuple(itertools.chain(*parts))
         return self._written[inherited]
 
-    def write_whole(self, inherited: str) -> _Written:
+    def write_whole(self, inherited: str) -> _Entries:
         """Return the fewest entries for this module, given the device that it inherits."""
         if self.used == {inherited}:
-            return _Written()
+            return ()
         options = [
-            _Written(((self.path, device),)) + self.write(device)
-            for device in sorted(self.used - {inherited})
+            ((self.path, device), *self.write(device)) for device in sorted(self.used - {inherited})
         ]
         # The first of equally short options wins: it names this module, not all of its children.
         return min([*options, self.write(inherited)], key=len) if self.children else options[0]
@@ -94,11 +85,11 @@ def _group(child: _Labelled) -> tuple[str, str]:
     return "", child.path
 
 
-def _write_numbers(path: str, children: list[_Labelled], device: str, inherited: str) -> _Written:
+def _write_numbers(path: str, children: list[_Labelled], device: str, inherited: str) -> _Entries:
     if device == inherited:
-        return _Written()
+        return ()
     patterns = number_patterns([child.name for child in children])
-    return _Written(tuple((join(path, pattern), device) for pattern in patterns))
+    return tuple((join(path, pattern), device) for pattern in patterns)
 
 
 def number_patterns(numbers: Iterable[str]) -> list[str]:
