@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from shmload._devices.pages import Budget, Pages, own_budget
+from shmload._devices.pinned import Budget, Pages, own_budget
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
 from shmload._host.memory import PAGE_NBYTES

@@ -7,14 +7,16 @@ import contextlib
 import itertools
 import queue
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from shmload._decoding.ring import FilledSlot, Ring
 from shmload._devices.moves import Moves
 from shmload._devices.pinned import PinnedRing
 from shmload._host.descriptors import Inode
 from shmload._host.procfs import mappings
-from shmload._runtimes.runtime import Event, Runtime, drain
+from shmload._runtimes.runtime import Event, Runtime, drain, start
 
 # A device can begin the copies of one lane while those of another end.
 _LANES = 4
@@ -79,14 +81,12 @@ class Stream:
 
     def _send(self, filled: FilledSlot) -> list[Event]:
         """Start to copy a slot; returns the events after which it is free again."""
+        return start(self._copies(filled), next(self._lanes))
+
+    def _copies(self, filled: FilledSlot) -> Iterator[tuple[Runtime, torch.Tensor, torch.Tensor]]:
         memory = self._pinned.slot(filled.offset)
-        lane = next(self._lanes)
-        runtimes: dict[Runtime, None] = {}
         for base in self._bases[filled.shard]:
             first = base + filled.begin
             for move, low, high in self._moves.streamed.within(first, first + filled.nbytes):
                 target = move.target[low - move.address : high - move.address]
-                runtime = move.runtime
-                runtime.copy(target, memory[low - first : high - first], lane)
-                runtimes[runtime] = None
-        return [runtime.record(lane) for runtime in runtimes]
+                yield move.runtime, target, memory[low - first : high - first]

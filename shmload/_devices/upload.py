@@ -19,7 +19,7 @@ import torch
 from shmload._decoding.ring import RingShape, ring_shape
 from shmload._devices.moves import Allocation
 from shmload._devices.pinned import PinnedRing
-from shmload._runtimes.runtime import Event, Runtime, drain
+from shmload._runtimes.runtime import Event, Runtime, drain, start
 
 # A core copies some 5 GB/s from pages that are not in the page table yet, and buses take up to 50.
 _MAX_THREADS = 16
@@ -156,8 +156,9 @@ class _Upload:
                 if batch is None:
                     return
                 if len(busy) == len(self._slots[lane]):
-                    _wait(busy.popleft())
-                busy.append(self._send(batch, offset, lane))
+                    for event in busy.popleft():
+                        event.wait()
+                busy.append(start(self._copies(batch, offset), lane))
         finally:
             drain(self._runtimes, lane)
 
@@ -165,21 +166,16 @@ class _Upload:
         with self._lock:
             return None if self._is_given_up else next(self._batches, None)
 
-    def _send(self, batch: list[Extent], offset: int, lane: int) -> list[Event]:
-        """Fill a slot and start the copies from it.
-
-        Returns:
-            The events after which the slot is free again.
-        """
+    def _copies(
+        self, batch: list[Extent], offset: int
+    ) -> Iterator[tuple[Runtime, torch.Tensor, torch.Tensor]]:
+        """Fill a slot; yields the copies from it, each as soon as its bytes are there."""
         slot = self._ring.slot(offset)
-        runtimes: dict[Runtime, None] = {}
         for extent in batch:
             self._fill(offset + extent.offset, extent)
             source = slot[extent.offset : extent.offset + extent.end - extent.begin]
-            runtime = extent.allocation.runtime
-            runtime.copy(extent.allocation.memory[extent.begin : extent.end], source, lane)
-            runtimes[runtime] = None
-        return [runtime.record(lane) for runtime in runtimes]
+            there = extent.allocation
+            yield there.runtime, there.memory[extent.begin : extent.end], source
 
     def _fill(self, offset: int, extent: Extent) -> None:
         """Copy an extent's bytes into the ring.
@@ -194,8 +190,3 @@ class _Upload:
             if low < high:
                 address = move.address + low - move.offset
                 self._ring.put(offset + low - extent.begin, address, high - low)
-
-
-def _wait(events: list[Event]) -> None:
-    while events:
-        events.pop().wait()

@@ -23,9 +23,8 @@ from typing import NoReturn, Self
 import torch
 from torch import nn
 
-from shmload._devices.block import Block, Layout
+from shmload._devices.block import Block, Layout, Turns
 from shmload._devices.origin import Origin
-from shmload._devices.turns import Turns
 from shmload._runtimes.runtime import Runtime, drain
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError

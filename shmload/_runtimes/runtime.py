@@ -128,6 +128,20 @@ class Runtime(Protocol):
         return None
 
 
+def start(copies: Iterable[tuple[Runtime, torch.Tensor, torch.Tensor]], lane: int) -> list[Event]:
+    """Start copies on a lane; returns the events after which their sources may change.
+
+    Args:
+        copies: each with its device, its target and its source.
+        lane: of all of them.
+    """
+    runtimes: dict[Runtime, None] = {}
+    for runtime, target, source in copies:
+        runtime.copy(target, source, lane)
+        runtimes[runtime] = None
+    return [runtime.record(lane) for runtime in runtimes]
+
+
 def drain(runtimes: Iterable[Runtime], lane: int) -> None:
     """Block until every copy that was started on a lane is done, also after one has failed."""
     with contextlib.ExitStack() as draining:  # each device, also if waiting for another one fails

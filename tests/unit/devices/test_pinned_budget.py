@@ -2,7 +2,7 @@
 
 import logging
 
-from shmload._devices.pages import Budget
+from shmload._devices.pinned import Budget
 
 
 def test_bytes_are_taken_up_to_the_limit_and_given_back():

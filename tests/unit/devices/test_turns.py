@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmload._devices.turns import Turns
+from shmload._devices.block import Turns
 
 
 def use(turns, *blocks, caller="a thread"):

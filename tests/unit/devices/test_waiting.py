@@ -13,10 +13,10 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._devices import origin, pages
+from shmload._devices import origin, pinned
 from shmload._devices.block import Block
 from shmload._devices.origin import Segments
-from shmload._devices.pages import Budget
+from shmload._devices.pinned import Budget
 from shmload._devices.waiting import Waiting
 from shmload._host import shm
 from shmload._host.descriptors import inode_of
@@ -415,10 +415,10 @@ def test_pages_that_cannot_be_mapped_are_copied_without(
             raise error
         protect(*args, writable=writable)
 
-    protect = pages.protect
+    protect = pinned.protect
     origin._say_once.cache_clear()
-    monkeypatch.setattr(pages, "open_to_map", shm.reopen_to_map)
-    monkeypatch.setattr(pages, fails_at, fail)
+    monkeypatch.setattr(pinned, "open_to_map", shm.reopen_to_map)
+    monkeypatch.setattr(pinned, fails_at, fail)
     device = LateDevice(read_only="no")
     model, waiting = make(device)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
@@ -433,7 +433,7 @@ def test_pages_that_cannot_be_mapped_are_copied_without(
 def test_interrupted_pin_takes_nothing_of_the_budget(made, device, monkeypatch, budget):
     model, waiting = made
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(pages, "populate", interrupt)
+        interrupted.setattr(pinned, "populate", interrupt)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
             run(model, waiting)
     assert budget.taken_nbytes == 0
