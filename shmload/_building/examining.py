@@ -1,11 +1,10 @@
 """Examining one request: making a skeleton, and finding out whether it can stand for a build."""
 
 import contextlib
-import functools
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -18,66 +17,27 @@ from shmload._building.effects import Effects, Message, Watch, set_seeds
 from shmload._building.judging import Refused, in_child
 from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.parts import modules
-from shmload._building.pickling import Models, pickle_models
-from shmload._building.proofs import (
-    Proof,
-    codes_of,
-    modules_in,
-    names_of,
-    proof_memo,
-    reach_of,
-    recall_proof,
-)
+from shmload._building.pickling import Models, PickledModels, pickle_models
 from shmload._building.queued import Request
 from shmload._building.sameness import Comparison, Different
 from shmload._building.skeletons import Skeleton
 from shmload._building.snapshot import Snapshot, is_memo
 from shmload._building.stand_ins import StandIns
 from shmload._compat import lazy_names
-from shmload._host.memo import Memo
 from shmload._host.procfs import is_modified, mappings
 from shmload._host.shm import SHM_DIR
 from shmload._segments.names import name_prefix
-from shmload._wording import logger_of
 
 if TYPE_CHECKING:
     from shmload._loading.load import Load
 
-logger = logger_of(__name__)
-
 
 def examine(request: Request) -> Skeleton:
     """Return the skeleton that a request asks for, or one that says why there is none."""
-    made, _ = derive(request)
-    return made or examine_wholly(request)
-
-
-def derive(request: Request) -> tuple[Skeleton | None, bool]:
-    """Return the skeleton of a class that is proved, None otherwise.
-
-    And whether this process has imported what the class needs.
-    """
     try:
         with Examination(request) as examination:
-            proof = recall_proof(examination.proof_memo)
-            if proof is None:
-                return None, False
-            _import(proof.modules)
-            return in_child(lambda: examination.derive(proof)), True
-    except Refused as exc:
-        return Skeleton.of(request, reason=str(exc)), True
-
-
-def examine_wholly(request: Request) -> Skeleton:
-    """As `examine`, by a look at all objects."""
-    try:
-        with Examination(request) as examination:
-            made, used = in_child(examination.make)
-            made, used = in_child(lambda: examination.prove(made, used))
-            # What is proved stays proved for other dtypes.
-            if not (used.reason and recall_proof(examination.proof_memo)):
-                examination.proof_memo.write(used)
-            return Skeleton.of(request, reason=used.reason) if used.reason else made
+            made = in_child(examination.make)
+            return in_child(lambda: examination.prove(made))
     except Refused as exc:
         return Skeleton.of(request, reason=str(exc))
 
@@ -98,7 +58,6 @@ class Examination:
         maker, dtype = request.maker, request.dtype
         source = maker.import_classes(request.source)
         rules = {each.component: maker.rule(each, dtype) for each in source.checkpoints}
-        self._source = source
         self._stand_ins = StandIns(source, rules)
         load = cast("Load", self._stand_ins)
         self._build = Build(source, maker, rules, load, dtype, dict(request.kwargs))
@@ -111,135 +70,82 @@ class Examination:
     def __exit__(self, *exc_info: object) -> None:
         self._stand_ins.close()
 
-    @property
-    def proof_memo(self) -> Memo[Proof]:
-        """What remembers the proof of these models' classes and configurations."""
-        maker = self._request.maker
-        return proof_memo(self._source, (maker.is_of_pipelines, maker.name))
-
-    def make(self) -> tuple[Skeleton, Proof]:
-        """Build twice; return the skeleton, and what its build used, which is not proved yet.
-
-        Raises:
-            Refused: the models cannot be pickled, or do not come out of it as they were.
-        """
-        imported, fetched = set(sys.modules), _fetched()
-        first, taken, trace = self._first_built()
-        kinds = _kinds(self._build.models_of(first))
-        used = Proof(
-            codes=codes_of(trace),
-            kinds=names_of(kinds),
-            reach=reach_of(trace),
-            conditions=conditions_of(trace, kinds),
-            modules=tuple(sorted(_importable(set(sys.modules) - imported))),
-            names={
-                home: tuple(sorted(new))
-                for home, names in _fetched().items()
-                if (new := names - fetched.get(home, set()))
-            },
-        )
-        made, _, _ = self._made(first, taken, used, _unwatched)
-        return made, used
-
-    def prove(self, made: Skeleton, used: Proof) -> tuple[Skeleton, Proof]:
-        """Compare what building leaves in a process with what the skeleton leaves.
-
-        Watches this process from now on: call it in a child, which has built nothing.
-
-        Args:
-            made: the skeleton.
-            used: what its build used.
-
-        Returns:
-            The skeleton, perhaps with messages to repeat, and the proof, with the reason why there
-            is no skeleton if the two differ in what cannot be repeated.
-        """
-        _import(used.modules)
-        conditions = without_unmet(used.conditions)
-        made = replace(made, conditions=conditions)
-        used = replace(used, conditions=conditions)
-        gc.collect()
-        snapshots = Snapshot(), Snapshot(modules_in(used.reach))
-        watch = _watch()
-
-        def effects(build: Callable[[], object]) -> list[Effects]:
-            return [watch.effects(build, each) for each in snapshots]
-
-        def effects_of_skeleton() -> list[Effects]:
-            return in_child(lambda: effects(lambda: self._build.build_around(made)))
-
-        wanted = in_child(lambda: effects(self._build.build_ordinarily))
-        got = effects_of_skeleton()
-        if missing := _missing(wanted[0].messages, got[0].messages):
-            made = replace(made, messages=missing)
-            got = effects_of_skeleton()
-        # What is left each time comes first: it is the better reason.
-        for number, when in ((1, "each time"), (0, "the first time")):
-            if difference := _difference(wanted[number], got[number]):
-                return made, replace(used, reason=f"{difference} ({when})")
-        return made, used
-
-    def derive(self, proof: Proof) -> Skeleton | None:
-        """As `make`, for a class that is proved; return None if only a whole look can tell.
-
-        What building leaves is compared here too: states, messages and deeds, and the objects of
-        the modules whose code ran. Watches this process from now on: call it in a child.
-
-        Raises:
-            Refused: as for `make`, or the class can have no skeleton.
-        """
-        first, taken, trace = self._first_built()
-        if lacking := proof.lacks(trace, _kinds(self._build.models_of(first))):
-            logger.info("a class is examined again: %s is new", lacking)
-            return None
-        if proof.reason:
-            raise Refused(proof.reason)
-        snapshot, watch = Snapshot(modules_in(proof.reach)), _watch()
-        look = functools.partial(watch.effects, snapshot=snapshot)
-        made, wanted, got = self._made(first, taken, proof, look)
-        if difference := _difference(wanted, got):
-            logger.info("a class is examined again: %s", difference)
-            return None
-        return made
-
-    def _made(
-        self, first: Any, taken: int, used: Proof, look: Callable[[Callable[[], object]], Effects]
-    ) -> tuple[Skeleton, Effects, Effects]:
-        """Return the skeleton of what was built, and what an ordinary build and it have left.
-
-        Args:
-            first: what was built the first time.
-            taken: how many numbers of hooks that took.
-            used: what building uses.
-            look: calls a function and returns what it left.
+    def make(self) -> Skeleton:
+        """Build twice, and from the skeleton of that; return the skeleton, which is not proved yet.
 
         Raises:
             Refused: the models cannot be pickled, or are not the same each time.
         """
-
-        def built(build: Callable[[], Any]) -> tuple[Any, int, Effects]:
-            kept: list[tuple[Any, int]] = []
-            effects = look(lambda: kept.append(self._built(build)))
-            return (*kept[0], effects)
-
+        imported, fetched = set(sys.modules), _fetched()
+        first, taken, trace = self._first_built()
         self._stand_ins.mark_small()
-        second, taken_again, wanted = built(self._build.build_ordinarily)
+        set_seeds()
+        second, taken_again = self._built(self._build.build_ordinarily)
         state = torch.get_rng_state()
         set_seeds()
         draws = () if torch.equal(state, torch.get_rng_state()) else self._draws()
         if taken != taken_again:
             raise Refused(f"building registers {taken} hooks and then {taken_again}")
         self._require_same(first, second, "built a second time, ")
-        made = self._pickled(second, used, draws, taken)
+        models = self._build.models_of(second)
+        made = Skeleton.of(
+            self._request,
+            models=self._pickled(models),
+            conditions=conditions_of(trace, _kinds(models)),
+            modules=tuple(sorted(_importable(set(sys.modules) - imported))),
+            names={
+                home: tuple(sorted(new))
+                for home, names in _fetched().items()
+                if (new := names - fetched.get(home, set()))
+            },
+            draws=draws,
+            hooks=taken,
+        )
         try:
-            third, _, got = built(lambda: self._build.build_around(made))
-            if missing := _missing(wanted.messages, got.messages):
-                made = replace(made, messages=missing)
-                third, _, got = built(lambda: self._build.build_around(made))
+            third, _ = self._built(lambda: self._build.build_around(made))
         except Exception as exc:
             raise Refused(f"{made.class_name}: {type(exc).__name__}: {exc}") from None
         self._require_same(second, third, "from a skeleton, ")
-        return made, wanted, got
+        return made
+
+    def prove(self, made: Skeleton) -> Skeleton:
+        """Compare what building leaves in a process with what the skeleton leaves.
+
+        Watches this process from now on: call it in a child, which has built nothing.
+
+        Args:
+            made: the skeleton.
+
+        Returns:
+            The skeleton, perhaps with messages to repeat.
+
+        Raises:
+            Refused: the two differ in what cannot be repeated.
+        """
+        assert made.conditions is not None
+        for module in made.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        made = replace(made, conditions=without_unmet(made.conditions))
+        gc.collect()
+        gc.disable()  # what ends of earlier work would count as left by a build
+        own = f"{SHM_DIR}/{name_prefix()}"
+        snapshot, watch = Snapshot(), Watch(lambda path: path.startswith(own))
+
+        def effects(build: Callable[[], object]) -> list[Effects]:
+            """Return what the first and the second build leave."""
+            return in_child(lambda: [watch.effects(build, snapshot) for _ in range(2)])
+
+        wanted = effects(self._build.build_ordinarily)
+        got = effects(lambda: self._build.build_around(made))
+        if missing := _missing(wanted[0].messages, got[0].messages):
+            made = replace(made, messages=missing)
+            got = effects(lambda: self._build.build_around(made))
+        # What is left each time comes first: it is the better reason.
+        for number, when in ((1, "each time"), (0, "the first time")):
+            if difference := _difference(wanted[number], got[number]):
+                raise Refused(f"{difference} ({when})")
+        return made
 
     def _first_built(self) -> tuple[Any, int, Trace]:
         """Return what `_built` does for an ordinary build, and a trace of it.
@@ -259,33 +165,17 @@ class Examination:
                     raise Refused(f"{type(model).__name__}: {key} is a {type(tensor).__name__}")
         return first, taken, trace
 
-    def _pickled(self, pipe: Any, used: Proof, draws: tuple[Draw, ...], taken: int) -> Skeleton:
-        """Return the skeleton of what was built over the stand-ins.
-
-        Args:
-            pipe: what was built.
-            used: what building it uses.
-            draws: the random numbers that this draws.
-            taken: how many numbers of hooks it takes.
+    def _pickled(self, models: Models) -> PickledModels:
+        """Pickle what was built over the stand-ins.
 
         Raises:
             Refused: the models cannot be pickled, or building reads or changes their weights.
         """
-        models = self._build.models_of(pipe)
         self._require_untouched(models)
         try:
-            pickled = pickle_models(models, self._stand_ins.holdings.open_files())
+            return pickle_models(models, self._stand_ins.holdings.open_files())
         except Exception as exc:  # a model may hold anything, and not everything can be pickled
             raise Refused(f"{_names(models)}: {exc}") from None
-        return Skeleton.of(
-            self._request,
-            models=pickled,
-            conditions=used.conditions,
-            modules=used.modules,
-            draws=draws,
-            hooks=taken,
-            names=used.names,
-        )
 
     def _built(self, build: Callable[[], Any]) -> tuple[Any, int]:
         """Return what was built, its hooks numbered from 0, and how many numbers that took."""
@@ -323,26 +213,8 @@ class Examination:
                     raise Refused(f"{name}: building reads the weight {key}")
 
 
-def _watch() -> Watch:
-    gc.disable()  # what ends of earlier work would count as left by a build
-    own = f"{SHM_DIR}/{name_prefix()}"
-    return Watch(lambda path: path.startswith(own))
-
-
-def _unwatched(build: Callable[[], object]) -> Effects:
-    set_seeds()
-    build()
-    return Effects((), ())
-
-
 def _kinds(models: Models) -> set[type]:
     return {type(module) for model in models.values() for module in model.modules()}
-
-
-def _import(modules: Iterable[str]) -> None:
-    for module in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
 
 
 def _names(models: Models) -> str:

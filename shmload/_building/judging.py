@@ -1,11 +1,11 @@
 """The judge: a process that makes skeletons, or finds out why models can have none.
 
 One per user and machine. It waits, small, until the machine is idle enough; then it imports the
-libraries and works off what waits (`queued`), newest first. For each group of requests it forks, so
-that none sees what another one has left:
+libraries and works off what waits (`queued`), newest first. It forks for each request, so that none
+sees what another one has left:
 
     judge ─ imports the libraries; looks on, and ends what takes too much
-      └ examiner ─ requests of one pipeline class; each has a deadline
+      └ examiner ─ one request; it has a deadline
           ├ builds twice, traced, and compares with what a skeleton gives ─▶ the skeleton
           └ looks at all objects
               ├ builds twice                    ─▶ what that leaves ┐ are they the same?
@@ -26,7 +26,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -56,8 +55,6 @@ _WAIT_S = 600.0
 _STAY_S = 10.0
 _LOOK_S = 2.0
 _WATCH_S = 0.5
-# How an examiner ends that has imported too much for its next request.
-_NEEDS_ANOTHER = 3
 
 
 def main(program: str, lock: str) -> None:
@@ -79,52 +76,6 @@ class Refused(Exception):
     """Raised when some models can have no skeleton; its text is the reason."""
 
 
-class Skeletons:
-    """What examiners make."""
-
-    def __init__(self) -> None:
-        self._has_built = False
-
-    def run(self, work: Work, *, is_whole: bool) -> bool:
-        """Do the work; return False if that takes a process that has built nothing.
-
-        Args:
-            work: the settings' cache is its cache.
-            is_whole: this process has built nothing, and need not try the shorter way.
-
-        Raises:
-            OSError: the skeleton cannot be written.
-        """
-        # Not at the top: while the judge waits, it has imported no library.
-        from shmload._building.examining import derive, examine_wholly
-        from shmload._building.skeletons import skeleton_memo
-
-        request = pickle.loads(work.request)
-        os.chdir(request.directory)
-        made = None
-        if not is_whole:
-            made, self._has_built = derive(request)
-        if made is None:
-            if self._has_built:
-                return False
-            made = examine_wholly(request)
-        skeleton_memo(request.key).write(made)
-        return True
-
-    def give_up(self, work: Work, reason: str) -> None:
-        """Note why work was not done.
-
-        Raises:
-            OSError: that cannot be written.
-        """
-        from shmload._building.skeletons import Skeleton, skeleton_memo
-
-        with _cache_of(work):
-            request = pickle.loads(work.request)
-            without = Skeleton.of(request, reason=reason, is_final=False)
-            skeleton_memo(request.key).write(without)
-
-
 class Judge:
     """Works off a queue.
 
@@ -132,36 +83,41 @@ class Judge:
         waiting: the queue.
         lock: of the queue, held; stays the caller's.
         program: what this process is.
-        skeletons: do the work.
     """
 
-    def __init__(
-        self, waiting: Queue, lock: Lock, program: Program, skeletons: Skeletons | None = None
-    ) -> None:
+    def __init__(self, waiting: Queue, lock: Lock, program: Program) -> None:
         self._queue = waiting
         self._lock = lock
         self._program = program
-        self._skeletons = skeletons or Skeletons()
         self._has_imported = False
         self._has_waited = False
-        # Names of work that needs a process that has built nothing.
-        self._whole: set[str] = set()
 
     def run(self) -> None:
         """Work until nothing waits, or the machine is not idle for too long, or enough is done."""
         if left := self._queue.taken():
             self._give_up(left, "the judge was killed")
-        while self._wait_for_room() and self._work():
-            pass
+        while self._wait_for_room():
+            self._work()
+            if not self._may_go_on:
+                break
         # A program that has found the lock taken relies on this process.
         self._lock.give_back()
         if self._may_go_on and any(self._queue.waiting()) and self._lock.take_again():
             self._become(self._program)
 
     def _wait_for_room(self) -> bool:
-        """Block until the machine is idle; return False if that takes too long."""
-        until = time.monotonic() + _WAIT_S
-        while any(self._queue.waiting()):
+        """Block until the machine is idle; return False if that takes too long, or nothing waits.
+
+        More may come for a while after work.
+        """
+        now = time.monotonic()
+        until, until_more = now + _WAIT_S, now + (_STAY_S if self._has_imported else 0.0)
+        while True:
+            if not any(self._queue.waiting()):
+                if time.monotonic() >= until_more:
+                    return False
+                time.sleep(_WATCH_S)
+                continue
             reason = why_wait(observe(_LOOK_S), _NEEDED_NBYTES)
             if not reason:
                 return True
@@ -171,54 +127,26 @@ class Judge:
                 logger.info("the judge ends: %s", reason)
                 self._has_waited = True
                 return False
-        return False
 
-    def _work(self) -> bool:
-        """Work off one group; return False if nothing is left to do."""
+    def _work(self) -> None:
+        """Work off the newest request."""
         found = next(self._queue.waiting(), None)
         if found is None:
-            return False
+            return
         path, work = found
         if work.program != self._program:
             self._become(work.program)
         if not self._has_imported:
             self._has_imported = True
             _import_libraries()
-        self._examine(path)
-        return self._may_go_on and self._stay()
-
-    def _examine(self, path: Path) -> None:
-        work = self._queue.take(path)
-        if work is None:
+        if self._queue.take(path) is None:
             return
-        is_whole = work.name in self._whole
         child = os.fork()
         if child == 0:
-            _end_with(lambda: self._examine_group(work, is_whole=is_whole))
-        why = _watch(child, work.cache)
-        failed = self._queue.taken()
-        if failed is None:
-            return
-        if why == _ENDED.format(_NEEDS_ANOTHER):
-            self._whole.add(failed.name)
-            self._queue.put_back(failed)
-            return
-        self._give_up(failed, why)
-
-    def _examine_group(self, work: Work, *, is_whole: bool) -> None:
-        """Do the work that was taken, and all that is like it, in a process of its own."""
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        with _cache_of(work):
-            following: Work | None = work
-            while following:
-                signal.alarm(_DEADLINE_S)
-                if not self._skeletons.run(following, is_whole=is_whole):
-                    os._exit(_NEEDS_ANOTHER)
-                self._queue.done()
-                is_whole = False
-                alike = (path for path, each in self._queue.waiting() if each.is_like(work))
-                path = next(alike, None)
-                following = self._queue.take(path) if path else None
+            _end_with(lambda: _examine(work))
+        if why := _watch(child, work.cache):
+            self._give_up(work, why)
+        self._queue.done()
 
     def _give_up(self, work: Work, why: str) -> None:
         from shmload._segments.view import remove_dead_views
@@ -226,16 +154,7 @@ class Judge:
         remove_dead_views()  # its own
         self._queue.done()
         with contextlib.suppress(Exception):  # it is then asked for again
-            self._skeletons.give_up(work, why)
-
-    def _stay(self) -> bool:
-        """Wait for more; return False if nothing comes."""
-        until = time.monotonic() + _STAY_S
-        while not any(self._queue.waiting()):
-            if time.monotonic() > until:
-                return False
-            time.sleep(_WATCH_S)
-        return True
+            note(work, why)
 
     @property
     def _may_go_on(self) -> bool:
@@ -279,14 +198,46 @@ def _cache_of(work: Work) -> Iterator[None]:
         os.close(fd)
 
 
-_ENDED = "the judge ended with {}"
+def _examine(work: Work) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_DEADLINE_S)
+    with _cache_of(work):
+        make(work)
+
+
+def make(work: Work) -> None:
+    """Make the skeleton that some work asks for.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Not at the top: while the judge waits, it has imported no library.
+    from shmload._building.examining import examine
+    from shmload._building.skeletons import skeleton_memo
+
+    request = pickle.loads(work.request)
+    os.chdir(request.directory)
+    skeleton_memo(request.key).write(examine(request))
+
+
+def note(work: Work, why: str) -> None:
+    """Note why work was not done.
+
+    Raises:
+        OSError: that cannot be written.
+    """
+    from shmload._building.skeletons import Skeleton, skeleton_memo
+
+    with _cache_of(work):
+        request = pickle.loads(work.request)
+        skeleton_memo(request.key).write(Skeleton.of(request, reason=why, is_final=False))
 
 
 def _watch(child: int, cache: str) -> str:
     """Wait for an examiner, and kill it if it takes too much or works for nothing; reap it.
 
     Returns:
-        How it ended.
+        Why it has not done its work; nothing if it has.
     """
     why = ""
     with open(os.pidfd_open(child), "rb") as ended:
@@ -300,8 +251,9 @@ def _watch(child: int, cache: str) -> str:
                 break
         _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    too_long = code in (-signal.SIGALRM, -signal.SIGXCPU)
-    return why or ("it took too long" if too_long else _ENDED.format(code))
+    if code in (-signal.SIGALRM, -signal.SIGXCPU):
+        return "it took too long"
+    return why or (f"the judge ended with {code}" if code else "")
 
 
 def in_child(function: Callable[[], _T]) -> _T:

@@ -118,8 +118,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     """As in the request."""
-    group: str
-    """Requests of one group import the same: one process works them off."""
     cache: str
     """The directory that the skeleton is for."""
     program: Program
@@ -130,10 +128,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Name of its file."""
         return f"{self.key}-{xxhash.xxh3_64_hexdigest(os.fsencode(self.cache))}"
-
-    def is_like(self, other: "Work") -> bool:
-        """Tell whether one process can do both."""
-        return (self.group, self.cache, self.program) == (other.group, other.cache, other.program)
 
 
 class Queue:
@@ -184,18 +178,12 @@ class Queue:
         return self.taken()
 
     def taken(self) -> Work | None:
-        """Return what was taken and is neither done nor put back: its process has died."""
+        """Return what was taken and is not done: its process has died."""
         return _read(self._folder / _TAKEN)
 
     def done(self) -> None:
         """Forget what was taken."""
         (self._folder / _TAKEN).unlink(missing_ok=True)
-
-    def put_back(self, work: Work) -> None:
-        """Let what was taken wait again, unless it was asked for anew."""
-        with contextlib.suppress(FileExistsError):
-            os.link(self._folder / _TAKEN, self._folder / work.name)
-        self.done()
 
 
 def queue() -> Queue:
@@ -217,7 +205,6 @@ def ask(request: Request) -> None:
         leave(
             Work(
                 key=request.key,
-                group=f"{request.source.class_name} {request.maker.name}",
                 cache=os.path.abspath(cache),
                 program=Program.of_this_process(),
                 request=pickle.dumps(msgspec.structs.replace(request, kwargs=kwargs)),

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import threading
 
 import diffusers
@@ -23,7 +22,6 @@ from shmload._devices.stream import Stream
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
-from shmload._settings import settings
 from shmload.workers.fill import Filler
 
 # Checkpoints --------------------------------------------------------------------------------------
@@ -129,21 +127,18 @@ def large_pipeline(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def examine(tmp_path_factory):
+def examine():
     """Return what examines a load as the judge does, but nothing twice: it takes seconds.
 
     A load that was examined in a test before is not examined again, if what was made then can be
-    used in this process; a class that was proved is not proved again.
+    used in this process.
     """
-    skeletons, proved = {}, tmp_path_factory.mktemp("proofs")
+    skeletons = {}
 
     def examine(request):
         made = skeletons.get(request.key)
         if made is None or not made.models or made.why_not():
-            proofs = settings().cache_dir / "proofs"
-            shutil.copytree(proved, proofs, dirs_exist_ok=True)
             made = skeletons[request.key] = examining.examine(request)
-            shutil.copytree(proofs, proved, dirs_exist_ok=True)
         return made
 
     return examine

@@ -8,19 +8,12 @@ import pytest
 import torch
 
 import shmload
-from shmload._building import examining
 from shmload._host.memo import Memo
 from shmload._settings import settings
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
 
-_STORES = {"classes", "proofs", "rules", "skeletons", "unpickled"}
-
-
-@pytest.fixture
-def examine():
-    """Nothing is known of other tests: the judge leaves a proof, too."""
-    return examining.examine
+_STORES = {"classes", "rules", "skeletons", "unpickled"}
 
 
 @pytest.fixture

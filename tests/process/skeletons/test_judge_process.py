@@ -55,7 +55,7 @@ def end_judge(tmp_path):
 def work_for(cache, key="one"):
     cache.mkdir(exist_ok=True)
     program = Program.of_this_process()
-    return Work(key=key, group="a", cache=str(cache), program=program, request=b"")
+    return Work(key=key, cache=str(cache), program=program, request=b"")
 
 
 _ASK = """
@@ -67,7 +67,6 @@ cache = Path(sys.argv[1])
 cache.mkdir()
 work = queued.Work(
     key="one",
-    group="a",
     cache=str(cache),
     program=queued.Program.of_this_process(),
     request=b"",
@@ -112,22 +111,6 @@ def test_lock_is_never_free_between_the_program_and_its_judge(place, tmp_path, m
 # The process itself -------------------------------------------------------------------------------
 
 
-class Recorded(judging.Skeletons):
-    """Notes what is done, and how what is not done was given up."""
-
-    def __init__(self, act=lambda work: None):
-        self.done, self.given_up = [], []
-        self.act = act
-
-    def run(self, work, *, is_whole):
-        self.act(work)
-        (settings().cache_dir / f"{work.key}.done").write_text("")
-        return True
-
-    def give_up(self, work, reason):
-        self.given_up.append((work.key, reason))
-
-
 @pytest.fixture
 def judge(place, monkeypatch):
     """Return a judge on an idle machine, which is this process, without the libraries."""
@@ -136,23 +119,28 @@ def judge(place, monkeypatch):
     monkeypatch.setattr(judging, "_STAY_S", 0.0)
     monkeypatch.setattr(judging, "_MOST_CPU_S", math.inf)  # other tests have used some, too
     monkeypatch.setattr(judging, "_WATCH_S", 0.02)
-    locks = []
 
-    def make(skeletons):
-        lock = Lock.try_take(place.lock_path)
-        locks.append(lock)
-        return judging.Judge(place, lock, Program.of_this_process(), skeletons)
+    def make(work):
+        (settings().cache_dir / f"{work.key}.done").write_text("")
 
-    yield make
-    for lock in locks:
-        lock.close()
+    monkeypatch.setattr(judging, "make", make)
+    with Lock.try_take(place.lock_path) as lock:
+        yield judging.Judge(place, lock, Program.of_this_process())
+
+
+@pytest.fixture
+def given_up(monkeypatch):
+    """Key of the work that was given up, and why."""
+    noted = []
+    monkeypatch.setattr(judging, "note", lambda work, why: noted.append((work.key, why)))
+    return noted
 
 
 def test_all_work_is_done_for_each_cache(place, judge, tmp_path):
     for cache in ("one", "other"):
         for key in ("a", "b"):
             place.put(work_for(tmp_path / cache, key))
-    judge(Recorded()).run()
+    judge.run()
     assert list(place.waiting()) == []
     for cache in ("one", "other"):
         assert sorted(path.name for path in (tmp_path / cache).iterdir()) == ["a.done", "b.done"]
@@ -162,7 +150,9 @@ def wait_long(work):
     time.sleep(600)
 
 
-def test_judge_ends_with_its_cache_and_makes_none_anew(place, judge, tmp_path, shm_names):
+def test_judge_ends_with_its_cache_and_makes_none_anew(
+    place, judge, given_up, tmp_path, shm_names, monkeypatch
+):
     cache = tmp_path / "cache"
 
     def remove_and_wait(work):
@@ -171,10 +161,10 @@ def test_judge_ends_with_its_cache_and_makes_none_anew(place, judge, tmp_path, s
         shutil.rmtree(cache)
         wait_long(work)
 
-    recorded = Recorded(remove_and_wait)
+    monkeypatch.setattr(judging, "make", remove_and_wait)
     place.put(work_for(cache))
-    judge(recorded).run()
-    assert recorded.given_up == [("one", "its cache is gone")]
+    judge.run()
+    assert given_up == [("one", "its cache is gone")]
     assert not cache.exists()
     assert list(place.waiting()) == []
     assert not shm_names()
@@ -192,12 +182,14 @@ def test_result_goes_to_no_cache_that_was_made_anew(place, tmp_path):
     assert list(cache.iterdir()) == []
 
 
-def test_examiner_that_takes_too_much_memory_is_killed(place, judge, tmp_path, monkeypatch):
+def test_examiner_that_takes_too_much_memory_is_killed(
+    place, judge, given_up, tmp_path, monkeypatch
+):
     monkeypatch.setattr(judging, "_MOST_NBYTES", 1)
-    recorded = Recorded(wait_long)
+    monkeypatch.setattr(judging, "make", wait_long)
     place.put(work_for(tmp_path / "cache"))
-    judge(recorded).run()
-    assert recorded.given_up == [("one", "it took too much memory")]
+    judge.run()
+    assert given_up == [("one", "it took too much memory")]
 
 
 def use_a_core(work):
@@ -211,12 +203,12 @@ def test_process_that_takes_too_much_processor_time_is_killed(monkeypatch):
         judging.in_child(lambda: use_a_core(None))
 
 
-def test_examiner_that_takes_too_long_is_killed(place, judge, tmp_path, monkeypatch):
+def test_examiner_that_takes_too_long_is_killed(place, judge, given_up, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "_DEADLINE_S", 1)
-    recorded = Recorded(wait_long)
+    monkeypatch.setattr(judging, "make", wait_long)
     place.put(work_for(tmp_path / "cache"))
-    judge(recorded).run()
-    assert recorded.given_up == [("one", "it took too long")]
+    judge.run()
+    assert given_up == [("one", "it took too long")]
 
 
 def test_judge_that_has_used_its_processor_time_leaves_the_rest(
@@ -225,7 +217,7 @@ def test_judge_that_has_used_its_processor_time_leaves_the_rest(
     monkeypatch.setattr(judging, "_MOST_CPU_S", 0.0)
     for name in ("one", "other"):
         place.put(work_for(tmp_path / name))
-    judge(Recorded()).run()
+    judge.run()
     assert len(list(place.waiting())) == 1
 
 
@@ -236,24 +228,22 @@ def test_judge_of_a_busy_machine_waits_and_leaves_the_work(place, judge, tmp_pat
         looks.append(seconds)
         return Load(2, 2.0, 64 << 30)
 
-    made = judge(Recorded())
     monkeypatch.setattr(judging, "observe", observe)
     monkeypatch.setattr(judging, "_WAIT_S", 0.0)
     monkeypatch.setattr(judging, "_import_libraries", lambda: pytest.fail("it has imported"))
     monkeypatch.setattr(judging.Judge, "_become", lambda *_: None)
     place.put(work_for(tmp_path / "cache"))
-    made.run()
+    judge.run()
     assert looks == [2.0]
     assert len(list(place.waiting())) == 1
 
 
-def test_work_of_a_judge_that_was_killed_is_given_up(place, judge, tmp_path):
+def test_work_of_a_judge_that_was_killed_is_given_up(place, judge, given_up, tmp_path):
     place.put(work_for(tmp_path / "cache"))
     place.take(next(place.waiting())[0])
     place.put(work_for(tmp_path / "cache", "two"))
-    recorded = Recorded()
-    judge(recorded).run()
-    assert recorded.given_up == [("one", "the judge was killed")]
+    judge.run()
+    assert given_up == [("one", "the judge was killed")]
     assert place.taken() is None
 
 

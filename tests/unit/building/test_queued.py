@@ -27,7 +27,7 @@ def put(waiting, tmp_path):
     (tmp_path / "cache").mkdir()
 
     def leave(key, age_s=0.0, **fields):
-        given = {"group": "a", "cache": str(tmp_path / "cache")} | fields
+        given = {"cache": str(tmp_path / "cache")} | fields
         work = Work(key=key, program=_PROGRAM, request=b"", **given)
         waiting.put(work)
         asked_at = time.time() - age_s
@@ -75,15 +75,13 @@ def test_same_key_for_another_cache_is_other_work(waiting, put, tmp_path):
     assert keys(waiting) == ["one"] * 2
 
 
-def test_taken_work_waits_no_more_until_it_is_put_back(waiting, put):
+def test_taken_work_waits_no_more(waiting, put):
     work = put("one")
     (path, _) = next(waiting.waiting())
     assert waiting.take(path) == work
     assert keys(waiting) == []
     assert waiting.taken() == work
     assert waiting.take(path) is None
-    waiting.put_back(work)
-    assert (keys(waiting), waiting.taken()) == (["one"], None)
 
 
 def test_work_of_a_judge_that_died_is_told(waiting, put):
