@@ -5,6 +5,7 @@ What depends on an object's class alone is found out once for the class: a snaps
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
@@ -39,8 +40,6 @@ CLOSED = (
     weakref.ReferenceType,
     threading.Thread,
 )
-ATTRIBUTES = "."
-"""Name of the part of an object that is the dictionary of its attributes."""
 LEAVES = frozenset({*PLAIN, *CLOSED})
 
 
@@ -51,6 +50,14 @@ def modules() -> Iterator[tuple[str, types.ModuleType]]:
             yield name, module
 
 
+class Held(NamedTuple):
+    """What an object holds, to compare by identity."""
+
+    names: list[Any]
+    """Of a dict its keys, of a class or an object the attributes; none of a sequence or set."""
+    values: list[Any]
+
+
 class Kind(NamedTuple):
     """How the objects of one class are read."""
 
@@ -58,10 +65,7 @@ class Kind(NamedTuple):
     is_open: bool
     """Whether what they hold is looked at."""
     is_class: bool
-    content: Callable[[Any], list[Any]]
-    """What one holds, to compare by identity."""
-    attributes: Callable[[Any], list[tuple[str, Any]]]
-    """Name and value of what one holds that is neither a container nor a class."""
+    read: Callable[[Any], Held]
 
 
 # By id of the class, which may have a hash of its own. A judge's audit hook hears each call of id,
@@ -76,105 +80,66 @@ def kind_of(value: object) -> Kind:
     if found is None:
         is_class = issubclass(kind, type)
         is_own = not is_class and str(kind.__module__).startswith(("shmload", "_thread"))
-        attributes = _first(_READERS, kind) or functools.partial(_attributes, list(_slots(kind)))
-        found = _kinds[id(kind)] = Kind(
-            kind,
-            not (is_own or issubclass(kind, (*PLAIN, *CLOSED))),
-            is_class,
-            _first(_CONTENTS, kind) or (lambda value: [each for _, each in attributes(value)]),
-            attributes,
-        )
+        is_open = not (is_own or issubclass(kind, (*PLAIN, *CLOSED)))
+        found = _kinds[id(kind)] = Kind(kind, is_open, is_class, _reader(kind))
     return found
 
 
-def _first(table: "_Table", kind: type) -> Any:
-    return next((read for base, read in table if issubclass(kind, base)), None)
+def children(value: Any) -> list[tuple[Any, Any]]:
+    """Return name and value of each part of an object; in a sequence the names are numbers."""
+    kind = kind_of(value)
+    if not kind.is_open:
+        return []
+    held = kind.read(value)
+    return list(zip(held.names or range(len(held.values)), held.values, strict=True))
 
 
-def _slots(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in type.__dict__["__mro__"].__get__(kind):
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            slot = base.__dict__.get(name)
-            if isinstance(slot, types.MemberDescriptorType):
-                yield f".{name}", slot
+def _reader(kind: type) -> Callable[[Any], Held]:
+    for bases, read in _READERS:
+        if issubclass(kind, bases):
+            return read
+    for bases, names in _ATTRIBUTES:
+        if issubclass(kind, bases):
+            return lambda value: Held(names, [getattr(value, name) for name in names])
+    slots = {
+        name: slot
+        for base in reversed(type.__dict__["__mro__"].__get__(kind))
+        for name, slot in base.__dict__.items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }
+    return functools.partial(_of_object, slots)
 
 
-def _held_by_class(value: type) -> list[Any]:
-    held = type.__dict__["__dict__"].__get__(value)
-    return [*held.keys(), *held.values()]
-
-
-def _held_by_function(value: types.FunctionType) -> list[Any]:
-    # Three of four have an empty dictionary, which is made when it is asked for.
-    own = [value.__code__, value.__defaults__, value.__kwdefaults__, value.__dict__ or None]
-    return own + [_cell(each) for each in value.__closure__] if value.__closure__ else own
-
-
-_Table = tuple[tuple[type | tuple[type, ...], Callable[[Any], list[Any]]], ...]
-_CONTENTS: _Table = (
-    (dict, lambda value: [*dict.keys(value), *dict.values(value)]),
-    ((list, tuple, collections.deque), list),
-    ((set, frozenset), lambda value: sorted(value, key=id)),
-    (type, _held_by_class),
-    (types.FunctionType, _held_by_function),
-)
-
-
-def _attributes(slots: list[tuple[str, Any]], value: Any) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _of_object(slots: dict[str, Any], value: Any) -> Held:
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError, RuntimeError):
         attributes = None
-    if isinstance(attributes, dict):
-        found.append((ATTRIBUTES, attributes))
-    for name, slot in slots:
-        try:
-            found.append((name, slot.__get__(value)))
-        except AttributeError:
-            continue
-    return found
+    is_open = isinstance(attributes, dict)
+    names, values = _of_dict(attributes) if is_open else Held([], [])
+    for name, slot in slots.items():
+        with contextlib.suppress(AttributeError):  # one without a value
+            values.append(slot.__get__(value))
+            names.append(name)
+    return Held(names, values)
 
 
-def _of_function(value: types.FunctionType) -> list[tuple[str, Any]]:
-    names = (f"<{name}>" for name in value.__code__.co_freevars)
-    own = (".code", ".defaults", ".kwdefaults", ".dict")
-    return list(zip((*own, *names), _held_by_function(value), strict=False))
+def _of_dict(value: dict[Any, Any]) -> Held:
+    return Held(list(dict.keys(value)), list(dict.values(value)))
 
 
-_READERS: _Table = (
-    (types.FunctionType, _of_function),
-    ((classmethod, staticmethod), lambda value: [(".function", value.__func__)]),
-    (
-        types.MethodType,
-        lambda value: [(".function", value.__func__), (".self", value.__self__)],
-    ),
-    (
-        property,
-        lambda value: [(".get", value.fget), (".set", value.fset), (".del", value.fdel)],
-    ),
-    (types.MappingProxyType, lambda value: []),
-    (
-        functools.partial,
-        lambda value: [
-            (".func", value.func),
-            (".args", value.args),
-            (".keywords", value.keywords),
-        ],
-    ),
-    (
-        torch.Tensor,
-        lambda value: [(".version", None if value.is_inference() else value._version)],
-    ),
-    (  # but for its cache of levels
-        logging.Logger,
-        lambda value: [
-            (f".{name}", each) for name, each in vars(value).items() if name != "_cache"
-        ],
-    ),
-    (itertools.count, lambda value: [(".next", sys.intern(repr(value)))]),
-)
+def _of_class(value: type) -> Held:
+    held = type.__dict__["__dict__"].__get__(value)
+    return Held([*held.keys()], [*held.values()])
+
+
+def _of_function(value: types.FunctionType) -> Held:
+    names = [*_OF_FUNCTIONS, *value.__dict__]
+    values = [value.__code__, value.__defaults__, value.__kwdefaults__, *value.__dict__.values()]
+    if value.__closure__:
+        names += (sys.intern(f"<{name}>") for name in value.__code__.co_freevars)
+        values += map(_cell, value.__closure__)
+    return Held(names, values)
 
 
 def _cell(cell: Any) -> Any:
@@ -184,13 +149,30 @@ def _cell(cell: Any) -> Any:
         return None
 
 
-def children(value: Any) -> list[tuple[Any, Any]]:
-    """Return name and value of each part of an object; of a dict the keys are the names."""
-    kind = kind_of(value)
-    if not kind.is_open:
-        return []
-    if issubclass(kind.kind, dict):
-        return list(dict.items(value))
-    if issubclass(kind.kind, (list, tuple, collections.deque, set, frozenset)):
-        return list(enumerate(kind.content(value)))
-    return kind.attributes(value)
+def _of_tensor(value: torch.Tensor) -> Held:
+    return Held(["_version"], [None if value.is_inference() else value._version])
+
+
+def _of_logger(value: logging.Logger) -> Held:
+    held = {name: each for name, each in vars(value).items() if name != "_cache"}
+    return _of_dict(held)
+
+
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_READERS: tuple[tuple[Any, Callable[[Any], Held]], ...] = (
+    (dict, _of_dict),
+    ((list, tuple, collections.deque), lambda value: Held([], list(value))),
+    ((set, frozenset), lambda value: Held([], sorted(value, key=id))),
+    (type, _of_class),
+    (types.FunctionType, _of_function),
+    (torch.Tensor, _of_tensor),
+    (logging.Logger, _of_logger),
+    (itertools.count, lambda value: Held(["next"], [sys.intern(repr(value))])),
+)
+_ATTRIBUTES: tuple[tuple[Any, list[str]], ...] = (
+    ((classmethod, staticmethod), ["__func__"]),
+    (types.MethodType, ["__func__", "__self__"]),
+    (property, ["fget", "fset", "fdel"]),
+    (types.MappingProxyType, []),
+    (functools.partial, ["func", "args", "keywords"]),
+)

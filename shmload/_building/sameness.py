@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shmload._building.mapped import Spans
-from shmload._building.parts import ATTRIBUTES, children
+from shmload._building.parts import children
 from shmload._compat import OWN_HASH
 
 _Parts = list[tuple[Any, Any]]
@@ -103,8 +103,7 @@ class Comparison:
             raise Different(f"{where} has other entries: {sorted(map(str, odd))[:3]}")
         for name, (key, mine), (_, theirs) in zip(names, one, other, strict=True):
             if key not in _HASHES:
-                place = f"{where}.{str(name).removeprefix('.')}"
-                self._wait(mine, theirs, where if name == ATTRIBUTES else place)
+                self._wait(mine, theirs, f"{where}.{name}")
 
     def _compare_tensors(self, one: torch.Tensor, other: torch.Tensor, where: str) -> None:
         for name, mine, theirs in zip(_FACTS, _facts(one), _facts(other), strict=True):

@@ -13,12 +13,12 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from shmload._building.parts import CLOSED, LEAVES, PLAIN, Kind, children, kind_of
+from shmload._building.parts import LEAVES, PLAIN, Held, Kind, children, kind_of
 
 # Modules that keep caches of what they were asked, and the machinery that looks on.
 _PRIVATE = frozenset(
@@ -47,75 +47,9 @@ _PRIVATE = frozenset(
 _TORCHS_OWN = "torch._"
 _MEMOS = re.compile(r"_cached?(_|\b|')|cache_|__slotnames__|__dynamo_disable|__warningregistry__")
 _MAX_DEPTH = 6
+_MAX_ITEMS = 200
 ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 """What differs in each process in the words for an object."""
-
-
-class Snapshot:
-    """The state of all modules; `changes` tells what is no longer as it was, and notes it anew.
-
-    Args:
-        modules: where to begin, by name; None for all that are imported.
-    """
-
-    def __init__(self, modules: Mapping[str, object] | None = None) -> None:
-        # By id: the object, its kind, its content then, and how it was reached first. The content
-        # keeps all alive, so that no id is used twice.
-        self._known: dict[int, tuple[Any, Kind, list[Any], _Reached]] = {}
-        # What was reached by torch's private modules first.
-        self._passed: dict[int, Any] = {}
-        waiting: collections.deque[_Reached] = collections.deque()
-        for name, module in list((sys.modules if modules is None else modules).items()):
-            if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _PRIVATE:
-                waiting.append(_Reached(vars(module), 0, name))
-        self._walk(waiting)
-
-    def changes(self) -> Iterator[str]:
-        """Yield a line for each change since the snapshot or the last call."""
-        found: collections.deque[_Reached] = collections.deque()
-        for number, (known, kind, before, how) in list(self._known.items()):
-            if type(known) is not kind.kind:
-                kind = kind_of(known)
-            after = kind.content(known)
-            if len(after) == len(before) and all(map(operator.is_, after, before)):
-                continue
-            self._known[number] = (known, kind, after, how)
-            yield from _differences(self._path(how), known, before, after)
-            found.extend(_children(known, after))
-        self._walk(found)
-
-    def _walk(self, waiting: collections.deque["_Reached"]) -> None:
-        known, passed = self._known, self._passed
-        while waiting:
-            how = waiting.popleft()
-            value, holder, name, _ = how
-            number = id(value)
-            if number in known or number in passed:
-                continue
-            kind = kind_of(value)
-            if not kind.is_open:
-                continue
-            home = str(value.__module__ if kind.is_class else "" if holder else name)
-            if kind.is_class and home.partition(".")[0] in _PRIVATE:
-                continue
-            content = kind.content(value)
-            if holder in passed or home.startswith(_TORCHS_OWN):
-                passed[number] = value
-            else:
-                known[number] = (value, kind, content, how)
-            waiting.extend(_children(value, content))
-
-    def _path(self, how: "_Reached") -> str:
-        if not how.holder:
-            return str(how.name)
-        holder, _, _, above = self._known[how.holder]
-        if isinstance(holder, type):
-            return f"{holder.__module__}.{holder.__qualname__}.{how.name}"
-        if isinstance(holder, dict):
-            text = _text(how.value if how.is_key else how.name, 1)
-            return self._path(above) + (f"<{text}>" if how.is_key else f"[{text}]")
-        name = f"[{how.name}]" if isinstance(how.name, int) else how.name
-        return f"{self._path(above)}{name}"
 
 
 class _Reached(NamedTuple):
@@ -130,51 +64,107 @@ class _Reached(NamedTuple):
     """Whether it is itself a key."""
 
 
-def _children(value: Any, content: list[Any]) -> Iterator[_Reached]:
+class _Known(NamedTuple):
+    """An object, and what it held; that keeps all alive, so that no id is used twice."""
+
+    how: _Reached
+    kind: Kind
+    held: Held
+
+
+class Snapshot:
+    """The state of all modules; `changes` tells what is no longer as it was, and notes it anew.
+
+    Args:
+        modules: where to begin, by name; None for all that are imported.
+    """
+
+    def __init__(self, modules: Mapping[str, object] | None = None) -> None:
+        self._known: dict[int, _Known] = {}
+        # What was reached by torch's private modules first.
+        self._passed: dict[int, Any] = {}
+        waiting: collections.deque[_Reached] = collections.deque()
+        for name, module in list((sys.modules if modules is None else modules).items()):
+            if isinstance(module, types.ModuleType) and name.partition(".")[0] not in _PRIVATE:
+                waiting.append(_Reached(vars(module), 0, name))
+        self._walk(waiting)
+
+    def changes(self) -> Iterator[str]:
+        """Yield a line for each change since the snapshot or the last call."""
+        found: collections.deque[_Reached] = collections.deque()
+        for number, (how, kind, before) in list(self._known.items()):
+            if type(how.value) is not kind.kind:
+                kind = kind_of(how.value)
+            after = kind.read(how.value)
+            if _are_same(before.values, after.values) and _are_same(before.names, after.names):
+                continue
+            self._known[number] = _Known(how, kind, after)
+            yield from _differences(self._path(how), before, after)
+            found.extend(_reached(how.value, after))
+        self._walk(found)
+
+    def _walk(self, waiting: collections.deque[_Reached]) -> None:
+        known, passed = self._known, self._passed
+        while waiting:
+            how = waiting.popleft()
+            value, holder, name, _ = how
+            number = id(value)
+            if number in known or number in passed:
+                continue
+            kind = kind_of(value)
+            if not kind.is_open:
+                continue
+            home = str(value.__module__ if kind.is_class else "" if holder else name)
+            if kind.is_class and home.partition(".")[0] in _PRIVATE:
+                continue
+            held = kind.read(value)
+            if holder in passed or home.startswith(_TORCHS_OWN):
+                passed[number] = value
+            else:
+                known[number] = _Known(how, kind, held)
+            waiting.extend(_reached(value, held))
+
+    def _path(self, how: _Reached) -> str:
+        if isinstance(how.value, type):
+            return _text(how.value)
+        if not how.holder:
+            return str(how.name)
+        above = self._known[how.holder].how
+        name = _text(how.value if how.is_key else how.name, 1)
+        return self._path(above) + (f"<{name}>" if how.is_key else f"[{name}]")
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    return len(after) == len(before) and all(map(operator.is_, after, before))
+
+
+def _reached(value: Any, held: Held) -> Iterator[_Reached]:
     """Yield what an object holds, other than values that hold nothing."""
-    number, kind = id(value), type(value)
-    if issubclass(kind, dict):
-        half = len(content) // 2
-        for key, each in zip(content[:half], content[half:], strict=True):
+    number = id(value)
+    if issubclass(type(value), dict):
+        for key in held.names:
             if type(key) not in LEAVES and not isinstance(key, PLAIN):
                 yield _Reached(key, number, None, is_key=True)
-            if type(each) not in LEAVES:
-                yield _Reached(each, number, key)
-        return
-    held: Iterable[tuple[Any, Any]]
-    if issubclass(kind, type):
-        held = zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True)
-    else:
-        held = children(value)
-    for name, each in held:
+    for name, each in zip(held.names or itertools.count(), held.values, strict=False):
         if type(each) not in LEAVES:
             yield _Reached(each, number, name)
 
 
-def _differences(path: str, known: Any, before: list[Any], after: list[Any]) -> Iterator[str]:
-    if isinstance(known, (dict, type)):
+def _differences(path: str, before: Held, after: Held) -> Iterator[str]:
+    if before.names or after.names:
         old, new = (
-            dict(zip(map(_Same, half[: len(half) // 2]), half[len(half) // 2 :], strict=True))
-            for half in (before, after)
+            dict(zip(map(_Same, held.names), held.values, strict=True)) for held in (before, after)
         )
-        where = f"{known.__module__}.{known.__qualname__}" if isinstance(known, type) else path
-        for key in new.keys() - old.keys():
-            yield f"{where}[{_text(key.value, 1)}] = {_text(new[key])}"
         for key in old.keys() - new.keys():
-            yield f"{where}[{_text(key.value, 1)}] was removed"
-        for key in old.keys() & new.keys():
-            if old[key] is not new[key] and not _is_equal(old[key], new[key]):
-                yield f"{where}[{_text(key.value, 1)}] = {_text(new[key])}"
+            yield f"{path}[{_text(key.value, 1)}] was removed"
+        for key in new:
+            if key not in old or not _is_equal(old[key], new[key]):
+                yield f"{path}[{_text(key.value, 1)}] = {_text(new[key])}"
         return
-    if len(before) == len(after) and all(map(_is_equal, before, after)):
+    if len(before.values) == len(after.values) and all(map(_is_equal, before.values, after.values)):
         return
-    if isinstance(known, types.FunctionType) and before[3] is None and after[3] is not None:
-        yield from _differences(f"{path}.dict", {}, [], kind_of(after[3]).content(after[3]))
-        before = [*before[:3], after[3], *before[4:]]
-        yield from _differences(path, known, before, after)
-        return
-    lost = len(before) - len(after)
-    yield f"{path} has {len(after)} items, {max(lost, 0)} fewer: {_text(after[-3:])}"
+    lost = max(len(before.values) - len(after.values), 0)
+    yield f"{path} has {len(after.values)} items, {lost} fewer: {_text(after.values[-3:])}"
 
 
 class _Same:
@@ -205,20 +195,18 @@ def _text(value: Any, depth: int = 0) -> str:
     if isinstance(name, str):
         return f"{getattr(value, '__module__', '')}.{name}"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if depth >= _MAX_DEPTH or isinstance(value, CLOSED):
-        return kind
-    if isinstance(value, dict):
-        items = itertools.islice(dict.items(value), 200)
-        inner = (f"{_text(k, depth + 1)}: {_text(v, depth + 1)}" for k, v in items)
-        return f"{kind}{{{', '.join(inner)}}} of {len(value)}"
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        texts = [_text(each, depth + 1) for each in itertools.islice(value, 200)]
-        texts = sorted(texts) if isinstance(value, (set, frozenset)) else texts
-        return f"{kind}({', '.join(texts)}) of {len(value)}"
     if isinstance(value, torch.Tensor):
         return f"{kind} of {tuple(value.shape)}, {value.dtype}"
-    held = ", ".join(f"{k}{_text(v, depth + 1)}" for k, v in kind_of(value).attributes(value))
-    return f"{kind}({held})"
+    if depth >= _MAX_DEPTH:
+        return kind
+    held = children(value)
+    texts = [_text(each, depth + 1) for _, each in held[:_MAX_ITEMS]]
+    if isinstance(value, (set, frozenset)):
+        texts.sort()
+    elif not isinstance(value, (list, tuple, collections.deque)):
+        names = (_text(name, depth + 1) for name, _ in held)
+        texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=False)]
+    return f"{kind}({', '.join(texts)}) of {len(held)}"
 
 
 def is_memo(change: str) -> bool:
