@@ -10,12 +10,11 @@ import dis
 import enum
 import functools
 import gc
-import importlib
 import os
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import msgspec
@@ -25,7 +24,7 @@ from shmload._building.effects import hears_details
 from shmload._building.libraries import what_is_behind
 from shmload._building.parts import modules
 from shmload._building.state import constants, modes, other_mode, registered
-from shmload._host.fingerprint import Fingerprint, Stamp
+from shmload._host.fingerprint import Stamp, fingerprint
 
 _Code = types.CodeType
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, enum.Enum)
@@ -51,10 +50,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """What must be as it was when models were built the first time."""
 
     stamps: dict[str, Stamp]
-    """By module whose code ran: the fingerprint of its file."""
-    digests: dict[str, dict[str, dict[str, int]]]
-    """By kind, module, and name in it, with points. Of functions: of their code; of classes: of the
-    names of their methods, bases and constants; of values: of what the code that ran found."""
+    """By the path of a file of code: its fingerprint."""
+    values: dict[str, dict[str, int]]
+    """By module, and name in it, with points: digests of the functions that ran, and of the values
+    that they have read there."""
+    classes: dict[str, dict[str, int]]
+    """The same of classes: digests of the names of their methods, bases and constants."""
     environment: dict[str, str | None]
     """Variables that were read; None for one that was not set."""
     modes: dict[str, str]
@@ -102,33 +103,34 @@ def conditions_of(trace: Trace, kinds: Iterable[type]) -> Conditions:
         trace: of the build.
         kinds: the classes of what was built.
     """
-    digests = {kind: collections.defaultdict[str, dict[str, int]](dict) for kind in _DIGESTS}
-    ran = list[tuple[types.ModuleType, _Code]]()
+    values, classes = (collections.defaultdict[str, dict[str, int]](dict) for _ in range(2))
     owners = set(kinds)
     for home, module in modules():
-        if home.partition(".")[0] in SKIPPED:
+        package = home.partition(".")[0]
+        if package in SKIPPED:
             continue
         for name, function, owner in _functions(module):
             codes = list(_codes(function))
             # A wrapper's own code is that of all that it wraps.
-            if codes and codes[-1] in trace.codes:
-                digests["functions"][home][name] = digest_function(function)
-                ran += [(module, code) for code in codes if code in trace.codes]
-                owners |= {owner} if owner else set()
-    for owner in {base for kind in owners for base in kind.__mro__}:
-        if owner.__module__.partition(".")[0] in _LIBRARIES and _find(owner) is owner:
-            digests["classes"][owner.__module__][owner.__qualname__] = _digest_class(owner)
-    for module, code in ran:
-        home = module.__name__
-        if home.partition(".")[0] in _MODELLING and not home.endswith(_OF_MESSAGES):
-            for chain in _globals_read(code):
+            if not codes or codes[-1] not in trace.codes:
+                continue
+            values[home][name] = _digest(function)
+            owners |= {owner} if owner else set()
+            if package not in _MODELLING or home.endswith(_OF_MESSAGES):
+                continue
+            for chain in frozenset[str]().union(*map(_globals_read, trace.codes & {*codes})):
                 found = _follow(vars(module), chain)
                 if found is not _MISSING:
-                    digests["values"][home][chain] = _digest_value(found)
-    homes = {*digests["functions"], *digests["classes"]}
+                    values[home][chain] = _digest(found)
+    for owner in {base for kind in owners for base in kind.__mro__}:
+        if owner.__module__.partition(".")[0] in _LIBRARIES and _find(owner) is owner:
+            classes[owner.__module__][owner.__qualname__] = _digest_class(owner)
+    homes = (each for each in {*values, *classes} if each.partition(".")[0] in _LIBRARIES)
+    files = (getattr(sys.modules[home], "__file__", None) for home in homes)
     return Conditions(
-        stamps={home: stamp for home in sorted(homes) if (stamp := stamp_of(home))},
-        digests={kind: dict(found) for kind, found in digests.items()},
+        stamps={file: stamp for file in files if file and (stamp := _stamp(file))},
+        values=dict(values),
+        classes=dict(classes),
         environment={
             name: os.environ.get(name) for name in sorted(trace.variables - _OTHER_VARIABLES)
         },
@@ -148,64 +150,43 @@ def why_unmet(conditions: Conditions) -> str | None:
     for name, value in conditions.environment.items():
         if os.environ.get(name) != value:
             return f"the variable {name} has another value"
-    for home, stamp in conditions.stamps.items():
-        if home in sys.modules and stamp_of(home) != stamp:
-            return f"the file of {home} has changed"
-    for kind, home, name in _unmet(conditions):
-        return f"{home}.{name} {_DIFFERENCES[kind]}"
+    if file := changed_file(conditions):
+        return f"{file} has changed"
+    for _, home, name in _unmet(conditions):
+        return f"{home}.{name} is another"
     return None
 
 
 def without_unmet(conditions: Conditions) -> Conditions:
     """Leave out what is not so in this process, which has built nothing: building changes it."""
-    kept = copy.deepcopy(conditions.digests)
-    for kind, home, name in _unmet(conditions):
-        del kept[kind][home][name]
-    return msgspec.structs.replace(conditions, digests=kept)
+    kept = copy.deepcopy(conditions)
+    for table, home, name in _unmet(conditions):
+        del getattr(kept, table)[home][name]
+    return kept
+
+
+def changed_file(conditions: Conditions) -> str | None:
+    """Return a file of the code that ran which was edited, so that nothing is known any more."""
+    return next((f for f, stamp in conditions.stamps.items() if _stamp(f) != stamp), None)
 
 
 def _unmet(conditions: Conditions) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, module and name of what is not as it was."""
-    for kind, digest in _DIGESTS.items():
-        for home, digests in conditions.digests[kind].items():
+    """Yield table, module and name of what is not as it was."""
+    for table, digest in (("values", _digest), ("classes", _digest_class)):
+        for home, digests in getattr(conditions, table).items():
             module = sys.modules.get(home)
             if module is None:
                 continue
-            held = vars(module)
             for name, wanted in digests.items():
-                found = _follow(held, name)
+                found = _follow(vars(module), name)
                 # Some modules of the libraries fetch a name when it is first used.
                 if found is not _MISSING and digest(found) != wanted:
-                    yield kind, home, name
+                    yield table, home, name
 
 
-def is_changed_on_disk(conditions: Conditions) -> bool:
-    """Tell whether a file of the code that ran was edited, so that nothing is known any more."""
-    return any(
-        home in sys.modules and stamp_of(home) != stamp for home, stamp in conditions.stamps.items()
-    )
-
-
-def stamp_of(home: str) -> Stamp | None:
-    """Return the fingerprint of a library's Python module; None for others."""
-    if home.partition(".")[0] not in _LIBRARIES:
-        return None
-    try:
-        return _stat(getattr(sys.modules.get(home), "__file__", None) or _path_of(home))
-    except OSError:
-        return None
-
-
-@functools.cache
-def _stat(path: str) -> Stamp:
-    return Fingerprint.of(os.stat(path)).lasting
-
-
-def _path_of(home: str) -> str:
-    try:
-        return importlib.import_module(home).__file__ or ""
-    except ImportError:
-        return ""
+def _stamp(file: str) -> Stamp | None:
+    found = fingerprint(file)
+    return found.lasting if found else None
 
 
 # Functions ----------------------------------------------------------------------------------------
@@ -237,6 +218,13 @@ def _codes(function: Any) -> Iterator[_Code]:
     """Yield the code of a function and of all that it wraps."""
     for _ in range(20):
         match function:
+            case types.FunctionType():
+                behind = what_is_behind(function)
+                if behind is not function:
+                    function = behind
+                    continue
+                yield function.__code__
+                function = getattr(function, "__wrapped__", None)
             case property():
                 for each in (function.fget, function.fset, function.fdel):
                     yield from _codes(each)
@@ -245,44 +233,27 @@ def _codes(function: Any) -> Iterator[_Code]:
                 function = function.func
             case classmethod() | staticmethod():
                 function = function.__func__
-            case types.FunctionType():
-                behind = what_is_behind(function)
-                if behind is not function:
-                    function = behind
-                    continue
-                yield function.__code__
-                function = getattr(function, "__wrapped__", None)
             case None:
                 return
             case _:
                 function = getattr(function, "__wrapped__", None)
 
 
-def digest_function(function: Any) -> int:
-    """Digest the code of a function, of what it wraps, and its plain defaults."""
-    code = getattr(function, "__code__", None)
-    if (  # most of them
-        code is not None
-        and not hasattr(function, "__wrapped__")
-        and what_is_behind(function) is function
-    ):
-        return _digest_code(code) ^ _digest_plain(function.__defaults__)
-    found = 0
-    for each in _codes(function):
-        found = zlib.crc32(_digest_code(each).to_bytes(8), found)
+def _digest(value: Any) -> int:
+    """Digest a plain value; of a function where its code is, and its plain defaults.
+
+    Of other things, what they are and where they come from.
+    """
+    # Not isinstance: some objects warn when they are asked for their class.
+    if not issubclass(type(value), _METHODS):
+        return zlib.crc32(_describe(value).encode())
+    defaults = getattr(value, "__defaults__", None) or ()
+    found = zlib.crc32(repr([each for each in defaults if isinstance(each, _PLAIN)]).encode())
+    for code in _codes(value):
+        # The content of its file is known by the fingerprint.
+        place = f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}"
+        found = zlib.crc32(place.encode(), found)
     return found
-
-
-def _digest_code(code: _Code) -> int:
-    # Where it was written: its file is known by its time of change.
-    return zlib.crc32(f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}".encode())
-
-
-def _digest_plain(values: object) -> int:
-    if not isinstance(values, tuple):
-        return 0
-    plain = [each for each in values if isinstance(each, _PLAIN)]
-    return zlib.crc32(repr(plain).encode()) if plain else 0
 
 
 # Classes ------------------------------------------------------------------------------------------
@@ -354,13 +325,6 @@ def _follow(held: Any, chain: str) -> Any:
     return found
 
 
-def _digest_value(value: Any) -> int:
-    """Digest a plain value; of other things, what they are and where they come from."""
-    if isinstance(value, types.FunctionType):
-        return digest_function(value)
-    return zlib.crc32(_describe(value).encode())
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)[:_MAX_TEXT]
@@ -372,17 +336,5 @@ def _describe(value: Any) -> str:
         return f"{type(value).__name__}({','.join(map(_describe, value))})"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if (table := registered(value)) is not None and len(table) < _MAX_ENTRIES:
-        return f"{kind}({sorted((str(key), _digest_value(each)) for key, each in table.items())})"
+        return f"{kind}({sorted((str(key), _digest(each)) for key, each in table.items())})"
     return kind
-
-
-_DIGESTS: dict[str, Callable[[Any], int]] = {
-    "functions": digest_function,
-    "classes": _digest_class,
-    "values": _digest_value,
-}
-_DIFFERENCES = {
-    "functions": "is another function",
-    "classes": "is another class",
-    "values": "has another value",
-}

@@ -87,11 +87,11 @@ class Examination:
         if taken != taken_again:
             raise Refused(f"building registers {taken} hooks and then {taken_again}")
         self._require_same(first, second, "built a second time, ")
-        models = self._build.models_of(second)
+        models, kinds = self._pickled(self._build.models_of(second))
         made = Skeleton.of(
             self._request,
-            models=self._pickled(models),
-            conditions=conditions_of(trace, _kinds(models)),
+            models=models,
+            conditions=conditions_of(trace, kinds),
             modules=tuple(sorted(_importable(set(sys.modules) - imported))),
             names={
                 home: tuple(sorted(new))
@@ -165,8 +165,8 @@ class Examination:
                     raise Refused(f"{type(model).__name__}: {key} is a {type(tensor).__name__}")
         return first, taken, trace
 
-    def _pickled(self, models: Models) -> PickledModels:
-        """Pickle what was built over the stand-ins.
+    def _pickled(self, models: Models) -> tuple[PickledModels, set[type]]:
+        """Pickle what was built over the stand-ins, and tell its classes.
 
         Raises:
             Refused: the models cannot be pickled, or building reads or changes their weights.
@@ -211,10 +211,6 @@ class Examination:
             for key, tensor in model.state_dict().items():
                 if spans.find(tensor) and not spans.holds_unread(tensor):
                     raise Refused(f"{name}: building reads the weight {key}")
-
-
-def _kinds(models: Models) -> set[type]:
-    return {type(module) for model in models.values() for module in model.modules()}
 
 
 def _names(models: Models) -> str:

@@ -18,7 +18,6 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from transformers import PreTrainedModel
 
-from shmload._building.conditions import stamp_of
 from shmload._building.libraries import what_is_behind
 from shmload._building.mapped import Spans, modules_of
 from shmload._checkpoints.dtypes import TORCH_NAMES
@@ -30,7 +29,6 @@ from shmload._compat import (
     norm_of,
 )
 from shmload._host.descriptors import Inode, inode_of
-from shmload._host.fingerprint import Stamp
 from shmload._host.shm import reopen
 from shmload._loading.state_dict import wrap
 
@@ -95,15 +93,16 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
     """Models without their weights."""
 
-    stamps: dict[str, Stamp]
-    """By Python module of a class: the fingerprint of its file."""
     tensors: list[StoredTensor]
     models: bytes
     """The pickle of the models by component; a persistent id is an index into `tensors`."""
 
 
-def pickle_models(models: Models, files: Files) -> PickledModels:
+def pickle_models(models: Models, files: Files) -> tuple[PickledModels, set[type]]:
     """Pickle models that were built from some files.
+
+    Returns:
+        The pickle, and the classes that are in it.
 
     Raises:
         Unfit: a tensor is neither in a file nor a small table, or is not contiguous.
@@ -115,9 +114,7 @@ def pickle_models(models: Models, files: Files) -> PickledModels:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, files)
     pickler.dump(models)
-    homes = sorted({base.__module__ for kind in pickler.kinds for base in kind.__mro__})
-    stamps = {home: stamp for home in homes if (stamp := stamp_of(home))}
-    return PickledModels(stamps=stamps, tensors=pickler.tensors, models=buffer.getvalue())
+    return PickledModels(tensors=pickler.tensors, models=buffer.getvalue()), pickler.kinds
 
 
 def unpickle_models(pickled: PickledModels, files: Files) -> Models:
@@ -128,12 +125,9 @@ def unpickle_models(pickled: PickledModels, files: Files) -> Models:
         files: files with the same tensors; they stay the caller's. Their bytes may come later.
 
     Raises:
-        Unfit: a class is not a library's own, or has changed since.
+        Unfit: a class is not a library's own.
         Exception: the files lack a tensor.
     """
-    for home, stamp in pickled.stamps.items():
-        if stamp_of(home) != stamp:
-            raise Unfit(f"{home} has changed")
     stored = [_wrap_own(fd, name) for name, fd in files]
     models: Models = _Unpickler(pickled, stored).load()
     modules = [module for model in models.values() for module in modules_of(model)]

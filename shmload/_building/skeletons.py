@@ -28,7 +28,7 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from shmload._building.conditions import Conditions, is_changed_on_disk, why_unmet
+from shmload._building.conditions import Conditions, changed_file, why_unmet
 from shmload._building.draws import Draw, repeat, take_numbers
 from shmload._building.effects import Message
 from shmload._building.pickling import Files, Models, PickledModels, unpickle_models
@@ -43,7 +43,7 @@ from shmload._wording import logger_of
 logger = logger_of(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 10
+_VERSION = 11
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"
@@ -134,7 +134,7 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         That is so if files of code have changed since, or if it was not finished.
         """
         if self.conditions is not None:
-            return is_changed_on_disk(self.conditions)
+            return changed_file(self.conditions) is not None
         return not self.is_final and time.time() > self.made_at + _RETRY_S
 
 

@@ -88,7 +88,7 @@ class _Runs:
 )
 def test_pickle_of_other_packages_is_unfit(tmp_path, monkeypatch, call):
     monkeypatch.chdir(tmp_path)
-    pickled = PickledModels(stamps={}, tensors=[], models=pickle.dumps(_Runs(*call)))
+    pickled = PickledModels(tensors=[], models=pickle.dumps(_Runs(*call)))
     with pytest.raises(Unfit):
         unpickle_models(pickled, [])
     assert not Path("made").exists()
@@ -99,7 +99,7 @@ def test_name_inside_a_module_is_no_way_to_another(name):
     # PROTO 4, two SHORT_BINUNICODE, STACK_GLOBAL, STOP
     code = b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     with pytest.raises(Unfit):
-        unpickle_models(PickledModels(stamps={}, tensors=[], models=code), [])
+        unpickle_models(PickledModels(tensors=[], models=code), [])
 
 
 def test_another_environment_with_the_same_packages_has_its_own(

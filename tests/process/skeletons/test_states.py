@@ -169,7 +169,7 @@ def test_hook_of_a_program_is_no_patch(tmp_path, monkeypatch):
 def test_skeleton_is_not_used_after_a_class_of_a_lazy_package_was_replaced(monkeypatch, conditions):
     skeleton = Skeleton(
         source="", root="", class_name="", dtype="",
-        models=PickledModels(stamps={}, tensors=[], models=b""),
+        models=PickledModels(tensors=[], models=b""),
         conditions=conditions,
     )  # fmt: skip
     assert skeleton.why_not() is None
