@@ -39,9 +39,9 @@ _LIBRARIES = _MODELLING | {"huggingface_hub"}
 _OTHER_VARIABLES = frozenset({"COLUMNS", "HF_DEACTIVATE_ASYNC_LOAD", "LINES"})
 # What is said, and how, is compared otherwise.
 _OF_MESSAGES = (".utils.logging", ".utils.tqdm", ".hub_utils", ".utils.hub")
-# Methods that may be missing: transformers gives torch's modules the first at its first build; the
-# unpickler looks at the second.
-_NOT_COMPARED = frozenset({"smart_apply", "from_pretrained"})
+# Methods that may be missing: transformers gives torch's modules the first at its first build, and
+# `redirect` puts the second into classes.
+_NOT_NAMED = frozenset({"smart_apply", "from_pretrained"})
 _MAX_TEXT = 500
 _MAX_ENTRIES = 500
 
@@ -96,15 +96,17 @@ class Trace:
             self.variables.add(str(frame.f_locals.get("key")))
 
 
-def conditions_of(trace: Trace, kinds: Iterable[type]) -> Conditions:
+def conditions_of(trace: Trace, named: Iterable[Any]) -> Conditions:
     """Return what a traced build depends on.
 
     Args:
         trace: of the build.
-        kinds: the classes of what was built.
+        named: the classes and functions that what was built consists of.
     """
     values, classes = (collections.defaultdict[str, dict[str, int]](dict) for _ in range(2))
-    owners = set(kinds)
+    owners = {each for each in named if isinstance(each, type)}
+    for function in {*named} - owners:
+        values[function.__module__][function.__qualname__] = _digest(function)
     for home, module in modules():
         package = home.partition(".")[0]
         if package in SKIPPED:
@@ -270,10 +272,11 @@ def _digest_class(kind: Any) -> int:
     if not isinstance(kind, type):
         return -1
     held = [name for name, value in vars(kind).items() if isinstance(value, _METHODS)]
-    held = [name for name in held if name not in _NOT_COMPARED and "_cache" not in name]
+    held = [name for name in held if name not in _NOT_NAMED and "_cache" not in name]
     held += [f"{name}={_describe(value)}" for name, value in constants(kind).items()]
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    return zlib.crc32(repr((sorted(held), bases)).encode())
+    loader = _digest(getattr(getattr(kind, "from_pretrained", None), "__func__", None))
+    return zlib.crc32(repr((sorted(held), bases, loader)).encode())
 
 
 # Globals ------------------------------------------------------------------------------------------

@@ -70,11 +70,6 @@ class Message(msgspec.Struct, frozen=True, order=True):
     category: str = ""
     """Of a warning: its class."""
 
-    @property
-    def levelno(self) -> int:
-        """The level, as log records call it."""
-        return self.level
-
 
 class Effects(msgspec.Struct, frozen=True):
     """What some code left."""
@@ -190,12 +185,12 @@ class Watch:
             function()
         finally:
             self._is_on = False
+        messages = map(_message, self._messages)
         # A level below that of any handler hides a record.
-        heard = (each for each in self._messages if each.levelno >= 0)
-        messages = tuple(sorted(map(_message, heard)))
+        heard = tuple(sorted(each for each in messages if each.level >= 0))
         self._messages.clear()
         changes = sorted({*self._changed_values(), *snapshot.changes(), *self._deeds})
-        return Effects(tuple(changes), messages)
+        return Effects(tuple(changes), heard)
 
     def _changed_values(self) -> Iterator[str]:
         before, self._values = self._values, _values()

@@ -4,8 +4,9 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Self, cast
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from msgspec.structs import replace
@@ -22,53 +23,99 @@ from shmload._building.queued import Request
 from shmload._building.sameness import Comparison, Different
 from shmload._building.skeletons import Skeleton
 from shmload._building.snapshot import Snapshot, is_memo
-from shmload._building.stand_ins import StandIns
+from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.rule import Rule
 from shmload._compat import lazy_names
 from shmload._host.procfs import is_modified, mappings
-from shmload._host.shm import SHM_DIR
+from shmload._host.shm import SHM_DIR, write_at
+from shmload._loading.holdings import Holdings
 from shmload._segments.names import name_prefix
+from shmload._segments.part import Hollow
+from shmload._segments.segment import Stay
 
 if TYPE_CHECKING:
     from shmload._loading.load import Load
 
+# Whether code has read a larger tensor is told by the kernel's page table.
+_SMALL_NBYTES = 160 << 10
+# Any float of these bytes is a small number other than zero.
+_PATTERN = b"\x21\x3c"
+
 
 def examine(request: Request) -> Skeleton:
-    """Return the skeleton that a request asks for, or one that says why there is none."""
-    try:
-        with Examination(request) as examination:
+    """Return the skeleton that a request asks for, or one that says why there is none.
+
+    Raises:
+        ShmloadError: a file cannot be read.
+    """
+    maker, dtype = request.maker, request.dtype
+    source = maker.import_classes(request.source)
+    rules = {each.component: maker.rule(each, dtype) for each in source.checkpoints}
+    with contextlib.closing(StandIns()) as files:
+        files.make(source, rules)
+        load = cast("Load", types.SimpleNamespace(holdings=files))
+        build = Build(source, maker, rules, load, dtype, dict(request.kwargs))
+        try:
+            if build.skeleton_key() != request.key:
+                raise Refused("the judge found something else than the load")
+            examination = Examination(request, build, files)
             made = in_child(examination.make)
             return in_child(lambda: examination.prove(made))
-    except Refused as exc:
-        return Skeleton.of(request, reason=str(exc))
+        except Refused as exc:
+            return Skeleton.of(request, reason=str(exc))
+
+
+class StandIns(Holdings):
+    """Files in place of a load's segments, of the same length and header, without the bytes.
+
+    Models are built over them as over segments. They have no name and take no memory, but for
+    headers and the pages that are touched. Models stay valid when they are closed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Stay.PRIVATE, is_hollow=True)
+
+    def make(self, source: Source, rules: Mapping[str, Rule]) -> None:
+        """Make a file for each shard.
+
+        Args:
+            source: what to build.
+            rules: the rule of each component's checkpoint.
+
+        Raises:
+            CheckpointError: a shard cannot be opened, or its header is wrong.
+        """
+        self.open_shards(source, rules, None)
+        for shard in self._shards:
+            name = shard.plan.segment
+            if name not in self._held:  # two paths may lead to one file
+                self._held[name] = hollow = Hollow(name)
+                hollow.prepare(shard.layout)
+
+    def mark_small(self) -> None:
+        """Write numbers other than zero into all tensors whose reading nothing else would show."""
+        for name, fd in self.open_files():
+            header = read_header(fd, name)
+            for spec in header.tensors:
+                if 0 < spec.nbytes <= _SMALL_NBYTES:
+                    content = (_PATTERN * (spec.nbytes // 2 + 1))[: spec.nbytes]
+                    write_at(fd, content, header.data_offset + spec.begin)
 
 
 class Examination:
-    """Examines the models of one load, in steps for processes of their own; a context.
+    """Examines the models of one load, in steps for processes of their own.
 
     Args:
         request: of the load.
-
-    Raises:
-        Refused: the source is not what it was when the load asked.
-        ShmloadError: a file cannot be read.
+        build: builds them over stand-ins.
+        files: these; they stay the caller's.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, build: Build, files: StandIns) -> None:
         self._request = request
-        maker, dtype = request.maker, request.dtype
-        source = maker.import_classes(request.source)
-        rules = {each.component: maker.rule(each, dtype) for each in source.checkpoints}
-        self._stand_ins = StandIns(source, rules)
-        load = cast("Load", self._stand_ins)
-        self._build = Build(source, maker, rules, load, dtype, dict(request.kwargs))
-        if self._build.skeleton_key() != request.key:
-            raise Refused("the judge found something else than the load")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stand_ins.close()
+        self._build = build
+        self._files = files
 
     def make(self) -> Skeleton:
         """Build twice, and from the skeleton of that; return the skeleton, which is not proved yet.
@@ -78,7 +125,7 @@ class Examination:
         """
         imported, fetched = set(sys.modules), _fetched()
         first, taken, trace = self._first_built()
-        self._stand_ins.mark_small()
+        self._files.mark_small()
         set_seeds()
         second, taken_again = self._built(self._build.build_ordinarily)
         state = torch.get_rng_state()
@@ -87,11 +134,11 @@ class Examination:
         if taken != taken_again:
             raise Refused(f"building registers {taken} hooks and then {taken_again}")
         self._require_same(first, second, "built a second time, ")
-        models, kinds = self._pickled(self._build.models_of(second))
+        models, named = self._pickled(self._build.models_of(second))
         made = Skeleton.of(
             self._request,
             models=models,
-            conditions=conditions_of(trace, kinds),
+            conditions=conditions_of(trace, named),
             modules=tuple(sorted(_importable(set(sys.modules) - imported))),
             names={
                 home: tuple(sorted(new))
@@ -165,15 +212,15 @@ class Examination:
                     raise Refused(f"{type(model).__name__}: {key} is a {type(tensor).__name__}")
         return first, taken, trace
 
-    def _pickled(self, models: Models) -> tuple[PickledModels, set[type]]:
-        """Pickle what was built over the stand-ins, and tell its classes.
+    def _pickled(self, models: Models) -> tuple[PickledModels, set[Any]]:
+        """Pickle what was built over the stand-ins, and tell what the pickle names.
 
         Raises:
             Refused: the models cannot be pickled, or building reads or changes their weights.
         """
         self._require_untouched(models)
         try:
-            return pickle_models(models, self._stand_ins.holdings.open_files())
+            return pickle_models(models, self._files.open_files())
         except Exception as exc:  # a model may hold anything, and not everything can be pickled
             raise Refused(f"{_names(models)}: {exc}") from None
 
@@ -195,7 +242,7 @@ class Examination:
         return tuple(draws.found)
 
     def _require_same(self, one: Any, other: Any, how: str) -> None:
-        spans = Spans(self._stand_ins.holdings.inodes())
+        spans = Spans(self._files.inodes())
         try:
             Comparison(spans).require_same(one, other, type(one).__name__)
         except Different as exc:
@@ -203,8 +250,8 @@ class Examination:
 
     def _require_untouched(self, models: Models) -> None:
         """Refuse models whose weights are read or changed while they are built."""
-        inodes = self._stand_ins.holdings.inodes()
-        if any(map(is_modified, mappings(inodes))):
+        inodes = self._files.inodes()
+        if any(map(modified_nbytes, mappings(inodes))):
             raise Refused(f"{_names(models)}: building changes weights")
         spans = Spans(inodes)
         for name, model in models.items():

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -154,7 +154,7 @@ class Judge:
         remove_dead_views()  # its own
         self._queue.done()
         with contextlib.suppress(Exception):  # it is then asked for again
-            note(work, why)
+            in_child(lambda: note(work, why))
 
     @property
     def _may_go_on(self) -> bool:
@@ -177,36 +177,26 @@ class Judge:
                     path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _cache_of(work: Work) -> Iterator[None]:
-    """Have the settings lead to the cache of some work, whatever becomes of its path.
+def use_cache(work: Work) -> None:
+    """Have the settings of this process lead to some work's cache, whatever becomes of its path.
 
     Raises:
         OSError: it is gone.
     """
     fd = os.open(work.cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    before = os.environ.get("SHMLOAD_CACHE_DIR")
     os.environ["SHMLOAD_CACHE_DIR"] = f"/proc/self/fd/{fd}"
     settings.cache_clear()
-    try:
-        yield
-    finally:
-        os.environ.pop("SHMLOAD_CACHE_DIR")
-        if before is not None:
-            os.environ["SHMLOAD_CACHE_DIR"] = before
-        settings.cache_clear()
-        os.close(fd)
 
 
 def _examine(work: Work) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_DEADLINE_S)
-    with _cache_of(work):
-        make(work)
+    use_cache(work)
+    make(work)
 
 
 def make(work: Work) -> None:
-    """Make the skeleton that some work asks for.
+    """Make the skeleton that some work asks for, in a process of its own.
 
     Raises:
         OSError: it cannot be written.
@@ -221,16 +211,16 @@ def make(work: Work) -> None:
 
 
 def note(work: Work, why: str) -> None:
-    """Note why work was not done.
+    """Note why work was not done, in a process of its own.
 
     Raises:
         OSError: that cannot be written.
     """
     from shmload._building.skeletons import Skeleton, skeleton_memo
 
-    with _cache_of(work):
-        request = pickle.loads(work.request)
-        skeleton_memo(request.key).write(Skeleton.of(request, reason=why, is_final=False))
+    use_cache(work)
+    request = pickle.loads(work.request)
+    skeleton_memo(request.key).write(Skeleton.of(request, reason=why, is_final=False))
 
 
 def _watch(child: int, cache: str) -> str:

@@ -10,6 +10,7 @@ import enum
 import io
 import os
 import pickle
+import types
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from transformers import PreTrainedModel
 
-from shmload._building.libraries import what_is_behind
 from shmload._building.mapped import Spans, modules_of
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import read_header
@@ -58,10 +58,6 @@ _NUMPY = {
     for package in ("numpy", "numpy.core", "numpy._core")
     for name in ("dtype", "multiarray.scalar", "numeric._frombuffer")
 }
-# Packages whose wrappers may be around a model's methods.
-_WRAPPERS = _PACKAGES | {"huggingface_hub"}
-# Methods that make a model. A library's class in which one of them is replaced is patched.
-_MAKERS = ("__init__", "from_pretrained", "_load_pretrained_model")
 # Limit for tensors that are in no shard: tables that a model computes when it is built.
 _MAX_OWN_NBYTES = 4 << 20
 
@@ -98,11 +94,11 @@ class PickledModels(msgspec.Struct, frozen=True, kw_only=True):
     """The pickle of the models by component; a persistent id is an index into `tensors`."""
 
 
-def pickle_models(models: Models, files: Files) -> tuple[PickledModels, set[type]]:
+def pickle_models(models: Models, files: Files) -> tuple[PickledModels, set[Any]]:
     """Pickle models that were built from some files.
 
     Returns:
-        The pickle, and the classes that are in it.
+        The pickle, and the classes and functions that it names.
 
     Raises:
         Unfit: a tensor is neither in a file nor a small table, or is not contiguous.
@@ -114,7 +110,7 @@ def pickle_models(models: Models, files: Files) -> tuple[PickledModels, set[type
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, files)
     pickler.dump(models)
-    return PickledModels(tensors=pickler.tensors, models=buffer.getvalue()), pickler.kinds
+    return PickledModels(tensors=pickler.tensors, models=buffer.getvalue()), pickler.named
 
 
 def unpickle_models(pickled: PickledModels, files: Files) -> Models:
@@ -150,14 +146,14 @@ def _wrap_own(fd: int, name: str) -> dict[str, torch.Tensor]:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes out the tensors, and collects the classes."""
+    """Takes out the tensors, and collects the classes and functions."""
 
     def __init__(self, buffer: io.BytesIO, files: Files) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._places = _Places(files)
         self._seen: dict[int, int] = {}
         self._own_nbytes = 0
-        self.kinds: set[type] = set()
+        self.named: set[Any] = set()
         self.tensors: list[StoredTensor] = []
 
     def persistent_id(self, obj: object) -> int | None:
@@ -167,7 +163,7 @@ class _Pickler(pickle.Pickler):
                 place = self._seen[id(obj)] = len(self.tensors)
                 self.tensors.append(self._describe(obj))
             return place
-        self.kinds.add(obj if isinstance(obj, type) else type(obj))
+        self.named.add(obj if isinstance(obj, type | types.FunctionType) else type(obj))
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -274,11 +270,10 @@ class _Unpickler(pickle.Unpickler):
             return _frozen_dict
         if f"{module}.{name}" in _STANDARD | _NUMPY:
             return super().find_class(module, name)
-        if not _is_of_libraries(module):
+        found = super().find_class(module, name) if module.partition(".")[0] in _PACKAGES else None
+        home = str(getattr(found, "__module__", None) or module)
+        if found is None or home.partition(".")[0] not in _PACKAGES:
             raise Unfit(f"{module}.{name} is of another package")
-        found = super().find_class(module, name)
-        if not _is_pristine(found):
-            raise Unfit(f"{module}.{name} is patched")
         return found
 
 
@@ -342,33 +337,11 @@ def register_classes(modules: Iterable[torch.nn.Module]) -> None:
         define_apply()
 
 
-def _is_of_libraries(module: str) -> bool:
-    return module.partition(".")[0] in _PACKAGES
-
-
 def _bound_method(owner: object, name: str) -> Any:
     """Replace `getattr`, by which pickle stores bound methods, for models and enums only."""
     if not isinstance(owner, torch.nn.Module | type | enum.Enum):
         raise Unfit(f"{name} of a {type(owner).__name__}")
     return getattr(owner, name)
-
-
-def _is_pristine(found: object) -> bool:
-    """Tell whether a function, or a class and its constructors, are a library's own."""
-    if not isinstance(found, type):
-        return _is_of_libraries(_home_of(found))
-    is_layer = found.__module__.startswith("torch.nn.modules.")
-    if is_layer and getattr(torch.nn, found.__name__, found) is not found:
-        return False  # another class was put in its place
-    makers = (getattr(found, name, None) for name in _MAKERS)
-    return all(_home_of(maker).partition(".")[0] in _WRAPPERS | {"builtins"} for maker in makers)
-
-
-def _home_of(function: object) -> str:
-    """Return the Python module that has a function's code; for a wrapper, the wrapper's."""
-    bare = what_is_behind(getattr(function, "__func__", function))
-    known = getattr(bare, "__globals__", None)
-    return str(known["__name__"] if known else getattr(bare, "__module__", None) or "builtins")
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -63,25 +63,19 @@ def decode(text: str) -> Request:
     return msgspec.json.decode(text, type=Request)
 
 
-class Prepared:
-    """A pipeline that waits for its program.
+class Prepared(NamedTuple):
+    """A pipeline that waits for its program."""
 
-    Args:
-        request: what it was loaded for.
-        pipeline: its segments are given up.
-        facts: what its build depends on.
-        parked: its segments.
-        draw: draws the random numbers that the load has drawn.
-    """
-
-    def __init__(
-        self, request: Request, pipeline: Any, facts: Any, parked: Any, draw: Callable[[], None]
-    ) -> None:
-        self.request = request
-        self.pipeline = pipeline
-        self.facts = facts
-        self.parked = parked
-        self.draw = draw
+    request: Request
+    """What it was loaded for."""
+    pipeline: Any
+    """Its segments are given up."""
+    facts: Any
+    """What its build depends on."""
+    parked: Any
+    """Its segments."""
+    draw: Callable[[], None]
+    """Draws the random numbers that the load has drawn."""
 
 
 class Hidden(Protocol):

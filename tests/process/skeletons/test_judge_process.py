@@ -132,6 +132,7 @@ def judge(place, monkeypatch):
 def given_up(monkeypatch):
     """Key of the work that was given up, and why."""
     noted = []
+    monkeypatch.setattr(judging, "in_child", lambda note: note())
     monkeypatch.setattr(judging, "note", lambda work, why: noted.append((work.key, why)))
     return noted
 
@@ -173,12 +174,16 @@ def test_judge_ends_with_its_cache_and_makes_none_anew(
 def test_result_goes_to_no_cache_that_was_made_anew(place, tmp_path):
     cache = tmp_path / "cache"
     made = Skeleton(source="s", root="r", class_name="c", dtype="d")
-    with judging._cache_of(work_for(cache)):
+
+    def write():
+        judging.use_cache(work_for(cache))
         shutil.rmtree(cache)
-        assert not skeleton_memo("one").write(made)
+        is_written = [skeleton_memo("one").write(made)]
         assert not cache.exists()
         cache.mkdir()
-        assert not skeleton_memo("one").write(made)
+        return [*is_written, skeleton_memo("one").write(made)]
+
+    assert judging.in_child(write) == [False, False]
     assert list(cache.iterdir()) == []
 
 
