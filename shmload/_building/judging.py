@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -141,10 +141,7 @@ class Judge:
             _import_libraries()
         if self._queue.take(path) is None:
             return
-        child = os.fork()
-        if child == 0:
-            _end_with(lambda: _examine(work))
-        if why := _watch(child, work.cache):
+        if why := _watch(_fork(lambda: make(work)), work.cache):
             self._give_up(work, why)
         self._queue.done()
 
@@ -188,13 +185,6 @@ def use_cache(work: Work) -> None:
     settings.cache_clear()
 
 
-def _examine(work: Work) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_DEADLINE_S)
-    use_cache(work)
-    make(work)
-
-
 def make(work: Work) -> None:
     """Make the skeleton that some work asks for, in a process of its own.
 
@@ -205,6 +195,7 @@ def make(work: Work) -> None:
     from shmload._building.examining import examine
     from shmload._building.skeletons import skeleton_memo
 
+    use_cache(work)
     request = pickle.loads(work.request)
     os.chdir(request.directory)
     skeleton_memo(request.key).write(examine(request))
@@ -254,10 +245,7 @@ def in_child(function: Callable[[], _T]) -> _T:
         RuntimeError: the child failed otherwise.
     """
     with tempfile.TemporaryFile() as file:
-        child = os.fork()
-        if child == 0:
-            _end_with(lambda: _answer(function, file.fileno()))
-        _, status = os.waitpid(child, 0)
+        _, status = os.waitpid(_fork(lambda: _answer(function, file.fileno())), 0)
         file.seek(0)
         content = file.read()
     if status or not content:
@@ -271,10 +259,6 @@ def in_child(function: Callable[[], _T]) -> _T:
 
 
 def _answer(function: Callable[[], object], fd: int) -> None:
-    signal.alarm(_DEADLINE_S)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
-    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
-    limit_inherited_threads()
     try:
         answer: object = (function(),)
     except Refused as exc:
@@ -283,19 +267,27 @@ def _answer(function: Callable[[], object], fd: int) -> None:
         file.write(pickle.dumps(answer))
 
 
-def _end_with(function: Callable[[], None]) -> NoReturn:
-    """Call a function and end this process, without the end that an interpreter has."""
-    code = 1
+def _fork(function: Callable[[], None]) -> int:
+    """Call a function in a forked child that has a deadline; return its number."""
+    child = os.fork()
+    if child:
+        return child
+    # The child ends without the end that an interpreter has.
     try:
         die_with_parent()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_DEADLINE_S)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
+        limit_inherited_threads()
         function()
-        code = 0
+        os._exit(0)
     except BaseException:
         if os.environ.get("SHMLOAD_JUDGE_TRACEBACK"):
             traceback.print_exc()
+            sys.stderr.flush()
     finally:
-        sys.stderr.flush()
-        os._exit(code)
+        os._exit(1)
 
 
 def _import_libraries() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import re
 import sys
 import threading
@@ -56,6 +57,13 @@ class Held(NamedTuple):
     names: list[Any]
     """Of a dict its keys, of a class or an object the attributes; none of a sequence or set."""
     values: list[Any]
+
+    def is_same(self, other: "Held") -> bool:
+        """Tell whether another has the very same names and values, in this order."""
+        return all(
+            len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+            for mine, theirs in zip(self, other, strict=True)
+        )
 
 
 class Kind(NamedTuple):
@@ -116,7 +124,7 @@ def _of_object(slots: dict[str, Any], value: Any) -> Held:
     except (AttributeError, TypeError, RuntimeError):
         attributes = None
     is_open = isinstance(attributes, dict)
-    names, values = _of_dict(attributes) if is_open else Held([], [])
+    names, values = of_dict(attributes) if is_open else Held([], [])
     for name, slot in slots.items():
         with contextlib.suppress(AttributeError):  # one without a value
             values.append(slot.__get__(value))
@@ -124,7 +132,8 @@ def _of_object(slots: dict[str, Any], value: Any) -> Held:
     return Held(names, values)
 
 
-def _of_dict(value: dict[Any, Any]) -> Held:
+def of_dict(value: dict[Any, Any]) -> Held:
+    """Return what a dict has; not as it iterates: transformers' `ACT2FN` makes its values then."""
     return Held(list(dict.keys(value)), list(dict.values(value)))
 
 
@@ -155,12 +164,12 @@ def _of_tensor(value: torch.Tensor) -> Held:
 
 def _of_logger(value: logging.Logger) -> Held:
     held = {name: each for name, each in vars(value).items() if name != "_cache"}
-    return _of_dict(held)
+    return of_dict(held)
 
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _READERS: tuple[tuple[Any, Callable[[Any], Held]], ...] = (
-    (dict, _of_dict),
+    (dict, of_dict),
     ((list, tuple, collections.deque), lambda value: Held([], list(value))),
     ((set, frozenset), lambda value: Held([], sorted(value, key=id))),
     (type, _of_class),

@@ -163,7 +163,14 @@ def skeleton_key(
     if torch.get_default_device().type != "cpu" or not all(map(_is_plain_install, _LIBRARIES)):
         return None
     facts = (
-        *process_facts(),
+        _VERSION,
+        # Two environments have the same code in other files, and one's conditions name its files.
+        (sys.version, sys.prefix),
+        # A model may compute tables, whose last bits depend on the processor's vector unit.
+        (platform.machine(), torch.backends.cpu.get_cpu_capability()),
+        sorted({name for folder in sys.path for name in _distributions(folder)}),
+        sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
+        str(torch.get_default_dtype()),
         repr(torch_dtype),
         (root, str(source.given), isinstance(source.given, str)),
         (source.class_name, maker),
@@ -180,20 +187,6 @@ def skeleton_memo(key: str) -> Memo[Skeleton]:
         key: from `skeleton_key`.
     """
     return Memo.of_key(_FOLDER, Skeleton, key, most=_MAX_SKELETONS)
-
-
-def process_facts() -> tuple[object, ...]:
-    """Return what of this process the building of any models may depend on."""
-    return (
-        _VERSION,
-        # Two environments have the same code in other files, and one's conditions name its files.
-        (sys.version, sys.prefix),
-        # A model may compute tables, whose last bits depend on the processor's vector unit.
-        (platform.machine(), torch.backends.cpu.get_cpu_capability()),
-        sorted({name for folder in sys.path for name in _distributions(folder)}),
-        sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
-        str(torch.get_default_dtype()),
-    )
 
 
 def skeletons_of(given: str) -> list[Skeleton]:

@@ -9,7 +9,6 @@ it has changed.
 
 import collections
 import itertools
-import operator
 import re
 import sys
 import types
@@ -96,7 +95,7 @@ class Snapshot:
             if type(how.value) is not kind.kind:
                 kind = kind_of(how.value)
             after = kind.read(how.value)
-            if _are_same(before.values, after.values) and _are_same(before.names, after.names):
+            if after.is_same(before):
                 continue
             self._known[number] = _Known(how, kind, after)
             yield from _differences(self._path(how), before, after)
@@ -132,10 +131,6 @@ class Snapshot:
         above = self._known[how.holder].how
         name = _text(how.value if how.is_key else how.name, 1)
         return self._path(above) + (f"<{name}>" if how.is_key else f"[{name}]")
-
-
-def _are_same(before: list[Any], after: list[Any]) -> bool:
-    return len(after) == len(before) and all(map(operator.is_, after, before))
 
 
 def _reached(value: Any, held: Held) -> Iterator[_Reached]:

@@ -5,7 +5,6 @@ another state builds anew. The list has the modes and settings of torch, the con
 and the tables in which programs register what the libraries then use. Code is compared elsewhere.
 """
 
-import operator
 import sys
 import types
 import uuid
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shmload._building.parts import modules
+from shmload._building.parts import modules, of_dict
 from shmload._compat import (
     REGISTRIES,
     global_hooks,
@@ -110,7 +109,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._known = [
-            (home, name, value, [(held, _content(held)) for held in _with_inner(dicts)])
+            (home, name, value, [(held, of_dict(held)) for held in _with_inner(dicts)])
             for home, module in modules()
             if home.partition(".")[0] in _LIBRARIES
             for name, value in list(vars(module).items())
@@ -130,7 +129,7 @@ class Tables:
             # One that imports its names at their first use may not have this one yet.
             absent = value if hasattr(type(module), "__getattr__") else None
             is_here = module is None or vars(module).get(name, absent) is value
-            if not is_here or any(_is_other(*content) for content in contents):
+            if not is_here or not all(of_dict(held).is_same(before) for held, before in contents):
                 return f"{home}.{name}"
         return None
 
@@ -162,16 +161,3 @@ def replaced_name() -> str | None:
 def _with_inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
     inner = [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]
     return dicts + inner
-
-
-def _content(held: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    # Not as it iterates: `ACT2FN` makes what it is asked for.
-    return list(dict.keys(held)), list(dict.values(held))
-
-
-def _is_other(held: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> bool:
-    keys, values = content
-    return dict.__len__(held) != len(keys) or not (
-        all(map(operator.is_, dict.keys(held), keys))
-        and all(map(operator.is_, dict.values(held), values))
-    )
