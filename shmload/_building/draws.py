@@ -19,13 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from shmload._building.queued import Refused
+
 _PLAIN = (bool, int, float, type(None))
 # They say where and how the numbers lie, which does not change them.
 _OF_MEMORY = frozenset({"device", "dtype", "layout", "memory_format", "pin_memory"})
-
-
-class CannotRepeat(Exception):
-    """A random operation that is none of those that are repeated; str says which."""
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +84,7 @@ def _describe(func: Any, made: torch.Tensor, args: tuple[Any, ...], kwargs: dict
     named = {name: value for name, value in kwargs.items() if name not in _OF_MEMORY}
     name = str(func).removeprefix("aten.")
     if not (made.is_contiguous() and all(map(_is_plain, [*args, *named.values()]))):
-        raise CannotRepeat(f"it draws random numbers by {name} from more than sizes")
+        raise Refused(f"it draws random numbers by {name} from more than sizes")
     return Draw(
         name=name,
         dtype=str(made.dtype).removeprefix("torch."),

@@ -85,10 +85,9 @@ class Effects(msgspec.Struct, frozen=True):
 
 def _values() -> dict[str, object]:
     """Return what no module's dictionary shows, by name."""
-    global_numpy = np.random.get_state(legacy=False)
     return {
         "random's state": random.getstate(),
-        "numpy's random state": repr(global_numpy),
+        "numpy's random state": repr(np.random.get_state(legacy=False)),
         "torch's random state": bytes(torch.get_rng_state().numpy().tobytes()),
         "the environment": dict(os.environ),
         "the working directory": os.getcwd(),
@@ -126,7 +125,6 @@ class Watch:
     def __init__(self, is_own: Callable[[str], bool]) -> None:
         self._is_own = is_own
         self._deeds: list[str] = []
-        self._records: list[logging.LogRecord] = []
         self._messages: list[Message | logging.LogRecord] = []
         self._values = _values()
         self._is_on = False

@@ -5,6 +5,7 @@ import gc
 import importlib
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,14 +14,14 @@ from msgspec.structs import replace
 
 from shmload._building.build import Build
 from shmload._building.conditions import Trace, conditions_of, without_unmet
-from shmload._building.draws import CannotRepeat, Draw, Draws, next_number, renumber
+from shmload._building.draws import Draw, Draws, next_number, renumber
 from shmload._building.effects import Effects, Message, Watch, set_seeds
-from shmload._building.judging import Refused, in_child
+from shmload._building.judging import in_child
 from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.parts import modules
 from shmload._building.pickling import Models, PickledModels, pickle_models
-from shmload._building.queued import Request
-from shmload._building.sameness import Comparison, Different
+from shmload._building.queued import Refused, Request
+from shmload._building.sameness import Comparison
 from shmload._building.skeletons import Skeleton
 from shmload._building.snapshot import Snapshot, is_memo
 from shmload._checkpoints.formats.known import read_header
@@ -234,24 +235,18 @@ class Examination:
 
     def _draws(self) -> tuple[Draw, ...]:
         """Return the random numbers that a build draws."""
-        try:
-            with Draws() as draws:
-                self._build.build_ordinarily()
-        except CannotRepeat as exc:
-            raise Refused(str(exc)) from None
+        with Draws() as draws:
+            self._build.build_ordinarily()
         return tuple(draws.found)
 
     def _require_same(self, one: Any, other: Any, how: str) -> None:
         spans = Spans(self._files.inodes())
-        try:
-            Comparison(spans).require_same(one, other, type(one).__name__)
-        except Different as exc:
-            raise Refused(f"{how}{exc}") from None
+        Comparison(spans).require_same(one, other, f"{how}{type(one).__name__}")
 
     def _require_untouched(self, models: Models) -> None:
         """Refuse models whose weights are read or changed while they are built."""
         inodes = self._files.inodes()
-        if any(map(modified_nbytes, mappings(inodes))):
+        if any(map(is_modified, mappings(inodes))):
             raise Refused(f"{_names(models)}: building changes weights")
         spans = Spans(inodes)
         for name, model in models.items():
@@ -282,14 +277,7 @@ def _importable(names: set[str]) -> Iterator[str]:
 
 def _missing(wanted: tuple[Message, ...], got: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the messages that the second lacks, in their order."""
-    left = list(got)
-    found = []
-    for message in wanted:
-        if message in left:
-            left.remove(message)
-        else:
-            found.append(message)
-    return tuple(found)
+    return tuple((Counter(wanted) - Counter(got)).elements())
 
 
 def _difference(wanted: Effects, got: Effects) -> str:

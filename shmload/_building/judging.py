@@ -30,7 +30,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shmload._building.queued import Program, Queue, Work, queue
+from shmload._building.queued import Program, Queue, Refused, Work, queue
 from shmload._host.changes import limit_inherited_threads
 from shmload._host.descriptors import Lock
 from shmload._host.idleness import free_nbytes, give_way, observe, why_wait
@@ -70,10 +70,6 @@ def main(program: str, lock: str) -> None:
     os.set_inheritable(int(lock), False)
     with Lock(int(lock)) as held:
         Judge(queue(), held, msgspec.json.decode(program, type=Program)).run()
-
-
-class Refused(Exception):
-    """Raised when some models can have no skeleton; its text is the reason."""
 
 
 class Judge:

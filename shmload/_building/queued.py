@@ -92,6 +92,10 @@ class Program(msgspec.Struct, frozen=True):
         return others | dict(self.variables) | {"_SHMLOAD_JUDGE": own}
 
 
+class Refused(Exception):
+    """Raised when the models of a request can have no skeleton; its text is the reason."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One load whose models shall get a skeleton: what a `Build` is made of."""
 

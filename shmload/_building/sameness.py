@@ -1,6 +1,7 @@
 """Compares two pipelines, object by object: what a program can see of them must be equal."""
 
 import types
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from shmload._building.mapped import Spans
 from shmload._building.parts import children
+from shmload._building.queued import Refused
 from shmload._compat import OWN_HASH
 
 _Parts = list[tuple[Any, Any]]
@@ -20,10 +22,6 @@ _PLAIN = (
 _SHARED = (type, types.ModuleType, types.CodeType)
 # A transformers' config of generation notes its own hash, which depends on addresses.
 _HASHES = frozenset({OWN_HASH})
-
-
-class Different(Exception):
-    """Raised when two pipelines differ; its text says where."""
 
 
 class Comparison:
@@ -44,7 +42,7 @@ class Comparison:
         """Compare two objects and all that they hold.
 
         Raises:
-            Different: with the first difference.
+            Refused: with the first difference.
         """
         self._waiting.append((one, other, name))
         while self._waiting:
@@ -52,69 +50,68 @@ class Comparison:
 
     def _compare(self, one: Any, other: Any, where: str) -> None:
         if type(one) is not type(other):
-            raise Different(f"{where} is a {type(one).__name__} and a {type(other).__name__}")
+            raise Refused(f"{where} is a {type(one).__name__} and a {type(other).__name__}")
         if isinstance(one, _PLAIN):
             if one != other and not (one != one and other != other):
-                raise Different(f"{where} is {one!r:.100} and {other!r:.100}")
+                raise Refused(f"{where} is {one!r:.100} and {other!r:.100}")
             return
         if isinstance(one, _SHARED) or one is other:
             if one is not other:
-                raise Different(f"{where} is another {type(one).__name__}")
+                raise Refused(f"{where} is another {type(one).__name__}")
             return
         if id(one) in self._partners or id(other) in self._met:
             if self._partners.get(id(one)) is not other:
-                raise Different(f"{where} is shared otherwise")
+                raise Refused(f"{where} is shared otherwise")
             return
         self._partners[id(one)] = other
         self._met[id(other)] = one  # both are kept alive: their ids stay theirs
         self._compare_content(one, other, where)
 
     def _compare_content(self, one: Any, other: Any, where: str) -> None:
+        mine: Any
+        theirs: Any
         match one:
             case torch.Tensor():
                 self._compare_tensors(one, other, where)
             case np.ndarray() | np.generic():
-                if (one.dtype, one.shape, one.tobytes()) != (
-                    other.dtype,
-                    other.shape,
-                    other.tobytes(),
-                ):
-                    raise Different(f"{where} has other elements")
+                mine, theirs = ((a.dtype, a.shape, a.tobytes()) for a in (one, other))
+                if mine != theirs:
+                    raise Refused(f"{where} has other elements")
             case set() | frozenset():
                 if one != other:
-                    raise Different(f"{where} has other elements")
+                    raise Refused(f"{where} has other elements")
             case types.BuiltinFunctionType():
-                self._wait(one.__qualname__, other.__qualname__, f"{where}.__qualname__")
-                self._wait(one.__self__, other.__self__, f"{where}.__self__")
+                mine, theirs = ((each.__qualname__, each.__self__) for each in (one, other))
+                self._waiting.append((mine, theirs, where))
             case types.FunctionType():
                 if (one.__code__, one.__globals__) != (other.__code__, other.__globals__):
-                    raise Different(f"{where} is another function")
+                    raise Refused(f"{where} is another function")
                 self._compare_parts(children(one)[1:], children(other)[1:], where)
             case _:
                 self._compare_parts(children(one), children(other), where)
         mine, theirs = getattr(one, "__dict__", None), getattr(other, "__dict__", None)
         if type(mine) is dict and type(theirs) is dict:
-            self._wait(mine, theirs, where)
+            self._waiting.append((mine, theirs, where))
 
     def _compare_parts(self, one: _Parts, other: _Parts, where: str) -> None:
         names, others = ([_name(name) for name, _ in parts] for parts in (one, other))
         if names != others:
             odd = {*names} ^ {*others}
-            raise Different(f"{where} has other entries: {sorted(map(str, odd))[:3]}")
+            raise Refused(f"{where} has other entries: {sorted(map(str, odd))[:3]}")
         for name, (key, mine), (_, theirs) in zip(names, one, other, strict=True):
             if key not in _HASHES:
-                self._wait(mine, theirs, f"{where}.{name}")
+                self._waiting.append((mine, theirs, f"{where}.{name}"))
 
     def _compare_tensors(self, one: torch.Tensor, other: torch.Tensor, where: str) -> None:
-        for name, mine, theirs in zip(_FACTS, _facts(one), _facts(other), strict=True):
-            if mine != theirs:
-                raise Different(f"{where} has {name} {mine} and {theirs}")
-        if one.is_meta or self._place(one) != self._place(other):
-            if one.is_meta:
-                return
-            raise Different(f"{where} lies elsewhere")
+        for name, read in _FACTS.items():
+            if read(one) != read(other):
+                raise Refused(f"{where} has {name} {read(one)} and {read(other)}")
+        if one.is_meta:
+            return
+        if self._place(one) != self._place(other):
+            raise Refused(f"{where} lies elsewhere")
         if self._place(one) is None and _bytes(one) != _bytes(other):
-            raise Different(f"{where} has other elements")
+            raise Refused(f"{where} has other elements")
 
     def _place(self, tensor: torch.Tensor) -> tuple[object, int] | None:
         mapping = self._spans.find(tensor)
@@ -122,35 +119,19 @@ class Comparison:
             return None
         return mapping.inode, mapping.offset + tensor.data_ptr() - mapping.start
 
-    def _wait(self, one: Any, other: Any, where: str) -> None:
-        self._waiting.append((one, other, where))
 
-
-_FACTS = (
-    "dtype",
-    "shape",
-    "strides",
-    "requires_grad",
-    "is_leaf",
-    "device",
-    "inference",
-    "grad",
-    "grad_fn",
-)
-
-
-def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.requires_grad,
-        tensor.is_leaf,
-        tensor.device,
-        tensor.is_inference(),
-        not tensor.is_leaf or tensor.grad is None,  # torch warns of the question otherwise
-        type(tensor.grad_fn),
-    )
+_FACTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "dtype": lambda tensor: tensor.dtype,
+    "shape": lambda tensor: tensor.shape,
+    "strides": lambda tensor: tensor.stride(),
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "is_leaf": lambda tensor: tensor.is_leaf,
+    "device": lambda tensor: tensor.device,
+    "inference": lambda tensor: tensor.is_inference(),
+    # torch warns of the question otherwise
+    "no gradient": lambda tensor: not tensor.is_leaf or tensor.grad is None,
+    "grad_fn": lambda tensor: type(tensor.grad_fn),
+}
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
