@@ -156,14 +156,15 @@ class ModelMaker(Maker):
 
     def rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of the class that `from_pretrained` makes; in doubt the raw one."""
-        from shmload._building.rules import derive_rule_of
+        from shmload._building.rules import derive_rule
 
         if self._made is None or is_left_to_library(dtype):
             return RAW
         if checkpoint.library in _LIBRARIES:
             return rule_for(checkpoint, dtype)
         # Not remembered: the user may edit the class.
-        return derive_rule_of(self._made, checkpoint, wanted_dtype(dtype, checkpoint.component))
+        target = wanted_dtype(dtype, checkpoint.component)
+        return derive_rule(checkpoint, target, self._made)
 
     def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
         """Let the library build the model; with `output_loading_info` it returns a tuple."""

@@ -5,7 +5,7 @@ without memory, and each tensor counts with the dtype that it will have when it 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,11 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
         # Not named_children(), which leaves out a module's second name.
         inner = [(key, child) for key, child in module._modules.items() if child is not None]
         own = []
-        for key, tensor in _own_tensors(module):
+        # Without its submodules', under all of their names.
+        named: list[tuple[str, torch.Tensor]] = []
+        named += module.named_parameters(recurse=False, remove_duplicate=False)
+        named += module.named_buffers(recurse=False, remove_duplicate=False)
+        for key, tensor in named:
             tensor_path = join(path, key)
             # A tensor beside submodules is placed by itself, else with its module.
             home = tensor_path if inner else path
@@ -82,12 +86,7 @@ def component_of(name: str, model: torch.nn.Module, nbytes_of: NbytesOf | None =
     # `walk` refers to itself: tensors in its reach would wait for a collection of garbage.
     first.clear()
     ties.clear()
-    return Component(
-        name=name,
-        module=module,
-        ties=tied,
-        runs_each_step=_EVERY_STEP.fullmatch(name) is not None,
-    )
+    return _component(name, module, tied)
 
 
 def whole_classes(model: torch.nn.Module) -> set[str]:
@@ -95,12 +94,6 @@ def whole_classes(model: torch.nn.Module) -> set[str]:
     return {
         class_name for module in modules_of(model) for class_name in indivisible_classes(module)
     }
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's own tensors, without its submodules', under all of their names."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def components_of(
@@ -208,7 +201,9 @@ def _own_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _opaque(name: str, nbytes: int) -> Component:
-    module = Module(name="", nbytes=nbytes, is_whole=True)
-    return Component(
-        name=name, module=module, runs_each_step=_EVERY_STEP.fullmatch(name) is not None
-    )
+    return _component(name, Module(name="", nbytes=nbytes, is_whole=True))
+
+
+def _component(name: str, module: Module, ties: tuple[tuple[str, ...], ...] = ()) -> Component:
+    runs_each_step = _EVERY_STEP.fullmatch(name) is not None
+    return Component(name=name, module=module, ties=ties, runs_each_step=runs_each_step)

@@ -38,42 +38,38 @@ def import_libraries() -> None:
         _ = diffusers.ModelMixin, transformers.PreTrainedModel  # both are imported at first use
 
 
-def derive_rule(checkpoint: Checkpoint, target: str | None) -> Rule:
+def derive_rule(
+    checkpoint: Checkpoint, target: str | None, model_class: type | None = None
+) -> Rule:
     """Derive from a checkpoint's class which dtypes its tensors get.
 
     Args:
         checkpoint: with library, class and configuration.
         target: the wanted safetensors dtype, or None.
+        model_class: the class, if no library has it.
 
     Returns:
         The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
     with libraries():
-        model_class = find_class(checkpoint)
-        return RAW if model_class is None else _derive(model_class, checkpoint, target)
+        import transformers
+        from diffusers import ModelMixin
+        from transformers import PreTrainedModel
 
-
-def derive_rule_of(model_class: type, checkpoint: Checkpoint, target: str | None) -> Rule:
-    """Derive the rule of a class that no library has; else as `derive_rule`."""
-    with libraries():
-        return _derive(model_class, checkpoint, target)
-
-
-def _derive(model_class: type, checkpoint: Checkpoint, target: str | None) -> Rule:
-    import transformers
-    from diffusers import ModelMixin
-    from transformers import PreTrainedModel
-
-    if issubclass(model_class, ModelMixin):
-        return _diffusers_rule(model_class, target)
-    if issubclass(model_class, PreTrainedModel):
+        found = model_class or find_class(checkpoint)
+        if found is None or not issubclass(found, (ModelMixin, PreTrainedModel)):
+            return RAW
+        if issubclass(found, ModelMixin):
+            # A tensor keeps float32 under every dtype if a part of its dotted name is listed here.
+            parts = tuple(sorted(kept_in_float32(found))) if target != "F32" else ()
+            return Rule(target=target, fp32_parts=parts) if target else _WIDENED
         if target is None:
             # Up to version 4 that means float32, from 5 on the checkpoint's own dtype.
             return _WIDENED if version.parse(transformers.__version__).major < 5 else RAW
         try:
-            return _transformers_rule(model_class, checkpoint, target)
+            return _transformers_rule(found, checkpoint, target)
         except Exception as exc:  # whatever went wrong: the library can still cast by itself
-            logger.info("no dtype rule for %s: %s", model_class.__name__, exc)
+            logger.info("no dtype rule for %s: %s", found.__name__, exc)
     return RAW
 
 
@@ -88,14 +84,6 @@ def find_class(checkpoint: Checkpoint) -> type | None:
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
     return found if isinstance(found, type) else None
-
-
-def _diffusers_rule(model_class: Any, target: str | None) -> Rule:
-    # A tensor keeps float32 under every torch_dtype if a part of its dotted name is listed here.
-    parts = tuple(sorted(kept_in_float32(model_class)))
-    if target is None:
-        return _WIDENED
-    return Rule(target=target, fp32_parts=parts if target != "F32" else ())
 
 
 def _transformers_rule(model_class: Any, checkpoint: Checkpoint, target: str) -> Rule:
