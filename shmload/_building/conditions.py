@@ -20,10 +20,9 @@ from typing import Any, Self
 import msgspec
 import torch
 
-from shmload._building.effects import hears_details
 from shmload._building.libraries import what_is_behind
 from shmload._building.parts import modules
-from shmload._building.state import constants, modes, other_mode, registered
+from shmload._building.state import constants, modes, registered, why_other
 from shmload._host.fingerprint import Stamp, fingerprint
 
 _Code = types.CodeType
@@ -145,10 +144,8 @@ def why_unmet(conditions: Conditions) -> str | None:
 
     A module that this process has not imported has been changed by nobody.
     """
-    if hears_details():
-        return "the libraries are asked to log more than warnings"
-    if (name := other_mode(conditions.modes)) is not None:
-        return f"{name}: it is another"
+    if reason := why_other(conditions.modes):
+        return reason
     for name, value in conditions.environment.items():
         if os.environ.get(name) != value:
             return f"the variable {name} has another value"

@@ -24,7 +24,7 @@ import torch
 
 from shmload._building.parts import modules
 from shmload._building.snapshot import ADDRESS, Snapshot
-from shmload._building.state import modes
+from shmload._building.state import LIBRARIES, modes
 
 _FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Audit events that read only, or that any code causes.
@@ -54,7 +54,6 @@ _READING = (
     "tempfile.",
     "time.",
 )
-_DETAILED = ("diffusers", "transformers")
 
 
 class Message(msgspec.Struct, frozen=True, order=True):
@@ -150,9 +149,9 @@ class Watch:
                 self._messages.append(said)
 
         logging.setLogRecordFactory(note_record)
-        # The model libraries say much on a lower level; `hears_details` is asked of that.
+        # The model libraries say much on a lower level, for which a skeleton is not used.
         logging.root.setLevel(logging.DEBUG)
-        for name in _DETAILED:
+        for name in LIBRARIES:
             logging.getLogger(name).setLevel(logging.WARNING)
         warnings.simplefilter("always")
         warnings.showwarning = note_warning
@@ -215,17 +214,6 @@ def _message(said: Message | logging.LogRecord) -> Message:
         said.pathname,
         said.lineno,
         said.funcName or "",
-    )
-
-
-def hears_details() -> bool:
-    """Tell whether this process hears what the model libraries say below a warning."""
-    if any(logging.getLogger(name).isEnabledFor(logging.INFO) for name in _DETAILED):
-        return True
-    beginnings = tuple(f"{name}." for name in _DETAILED)
-    return any(
-        name.startswith(beginnings) and 0 < getattr(each, "level", 0) <= logging.INFO
-        for name, each in list(logging.root.manager.loggerDict.items())
     )
 
 

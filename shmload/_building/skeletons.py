@@ -33,7 +33,6 @@ from shmload._building.draws import Draw, repeat, take_numbers
 from shmload._building.effects import Message
 from shmload._building.pickling import Files, Models, PickledModels, unpickle_models
 from shmload._building.queued import Request
-from shmload._building.state import replaced_name
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._host.memo import Memo, all_remembered
@@ -124,8 +123,7 @@ class Skeleton(msgspec.Struct, frozen=True, kw_only=True):
         """Return why this process cannot use it; None if it can."""
         if self.models is None or self.conditions is None:
             return self.reason
-        name = replaced_name()
-        return f"{name} was replaced" if name else why_unmet(self.conditions)
+        return why_unmet(self.conditions)
 
     @property
     def should_be_made_again(self) -> bool:

@@ -5,6 +5,7 @@ another state builds anew. The list has the modes and settings of torch, the con
 and the tables in which programs register what the libraries then use. Code is compared elsewhere.
 """
 
+import logging
 import sys
 import types
 import uuid
@@ -27,7 +28,7 @@ _PLAIN = (str, bool, int, float)
 # `copy` and `pickle` keep the names of slots in a class when they first meet it.
 _NEVER = ("__doc__", "__slotnames__")
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
-_LIBRARIES = frozenset({"diffusers", "transformers"})
+LIBRARIES = frozenset({"diffusers", "transformers"})
 
 MODES: dict[str, Callable[[], object]] = {
     "the default dtype": lambda: str(torch.get_default_dtype()),
@@ -57,10 +58,30 @@ def modes() -> dict[str, str]:
     return {name: repr(read()) for name, read in MODES.items()}
 
 
-def other_mode(before: dict[str, str]) -> str | None:
-    """Return the name of a mode that is another now; None if all are the same."""
+def why_other(before: dict[str, str]) -> str | None:
+    """Return what of the state forbids to use what was built in another; None if nothing does.
+
+    Args:
+        before: the modes in which it was built.
+    """
+    if _hears_details():
+        return "the libraries are asked to log more than warnings"
     now = modes()
-    return next((name for name in now if now[name] != before.get(name)), None)
+    if (name := next((name for name in now if now[name] != before.get(name)), None)) is not None:
+        return f"{name}: it is another"
+    name = replaced_name()
+    return f"{name} was replaced" if name else None
+
+
+def _hears_details() -> bool:
+    """Tell whether this process hears what the model libraries say below a warning."""
+    if any(logging.getLogger(name).isEnabledFor(logging.INFO) for name in LIBRARIES):
+        return True
+    beginnings = tuple(f"{name}." for name in LIBRARIES)
+    return any(
+        name.startswith(beginnings) and 0 < getattr(each, "level", 0) <= logging.INFO
+        for name, each in list(logging.root.manager.loggerDict.items())
+    )
 
 
 def constants(kind: type) -> dict[str, object]:
@@ -93,7 +114,7 @@ def registered(value: Any) -> dict[Any, Any] | None:
 def _dicts_of(value: Any) -> list[dict[Any, Any]]:
     """Return the dicts in which a table has its entries; none for what is no table."""
     own = [value] if isinstance(value, dict) else []
-    if type(value).__module__.partition(".")[0] not in _LIBRARIES:
+    if type(value).__module__.partition(".")[0] not in LIBRARIES:
         return own
     # Not getattr: some load what they are asked for.
     both = {**vars(type(value)), **getattr(value, "__dict__", {})}
@@ -109,9 +130,9 @@ class Tables:
 
     def __init__(self) -> None:
         self._known = [
-            (home, name, value, [(held, of_dict(held)) for held in _with_inner(dicts)])
+            (home, name, value, [(held, of_dict(held)) for held in (*dicts, *_inner(dicts))])
             for home, module in modules()
-            if home.partition(".")[0] in _LIBRARIES
+            if home.partition(".")[0] in LIBRARIES
             for name, value in list(vars(module).items())
             if name.isupper() and "CACHE" not in name and (dicts := _dicts_of(value))
         ]
@@ -140,12 +161,12 @@ def replaced_name() -> str | None:
     A program that puts a class of its own there has the libraries build that.
     """
     for home, package in modules():
-        if home.partition(".")[0] not in _LIBRARIES:
+        if home.partition(".")[0] not in LIBRARIES:
             continue
         fetched = vars(package)
         homes = lazy_names(package)
         if homes is None:
-            if home in _LIBRARIES:  # nothing is known of its names
+            if home in LIBRARIES:  # nothing is known of its names
                 return home
             continue
         for name in homes.keys() & fetched.keys():
@@ -158,6 +179,5 @@ def replaced_name() -> str | None:
     return None
 
 
-def _with_inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    inner = [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]
-    return dicts + inner
+def _inner(dicts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    return [each for held in dicts for each in dict.values(held) if isinstance(each, dict)]

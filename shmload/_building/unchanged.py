@@ -14,10 +14,9 @@ from types import FunctionType, ModuleType
 
 import torch
 
-from shmload._building.effects import hears_details
 from shmload._building.libraries import what_is_behind
 from shmload._building.parts import modules
-from shmload._building.state import Tables, constants, modes, other_mode, replaced_name
+from shmload._building.state import Tables, constants, modes, why_other
 from shmload._compat import lazy_names
 from shmload._host.fingerprint import Fingerprint, files_below
 
@@ -96,12 +95,10 @@ class Facts:
         """
         if files_below(self._folder) != self._files:
             return f"a file in {self._folder} has changed"
-        if hears_details():
-            return "the libraries are asked to log more than warnings"
+        if reason := why_other(self._modes):
+            return reason
         if _hears_all_warnings():
             return "all warnings are asked for, or taken as errors"
-        if (name := other_mode(self._modes)) is not None:
-            return f"{name}: it is another"
         if variables_now() != self._variables:
             return "a variable has changed"
         if (name := self._tables.changed(hidden)) is not None:
@@ -109,8 +106,6 @@ class Facts:
         for home, module in list(sys.modules.items()):
             if self._homes.get(home, module) is not module:
                 return f"the module {home} was replaced"
-        if name := replaced_name():
-            return f"{name} was replaced"
         for home, owner, code in self._changed():
             if home in hidden:
                 continue

@@ -41,7 +41,7 @@ def test_name_is_there(where):
 
 def test_mode_whose_name_has_moved_is_another_each_time(monkeypatch):
     monkeypatch.setitem(state.MODES, "flash attention", compat.reader("_no_such_mode"))
-    assert state.other_mode(state.modes()) == "flash attention"
+    assert state.why_other(state.modes()) == "flash attention: it is another"
 
 
 def test_package_that_does_not_tell_its_names_counts_as_replaced(monkeypatch):

@@ -110,7 +110,7 @@ PATCHES = {
     "diffusers.configuration_utils.open was added": lambda patch: patch.setattr(
         diffusers.configuration_utils, "open", _other, raising=False
     ),
-    "the module diffusers was replaced": lambda patch: patch.setitem(
+    "diffusers was replaced": lambda patch: patch.setitem(
         sys.modules, "diffusers", ModuleType("diffusers")
     ),
 }
