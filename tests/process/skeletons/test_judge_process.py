@@ -121,6 +121,7 @@ def judge(place, monkeypatch):
     monkeypatch.setattr(judging, "_WATCH_S", 0.02)
 
     def make(work):
+        judging.use_cache(work)
         (settings().cache_dir / f"{work.key}.done").write_text("")
 
     monkeypatch.setattr(judging, "make", make)
