@@ -11,7 +11,7 @@ numbers. In a skeleton they begin at 0. A load gives its models the next ones, a
 With older numbers, a hook that a program registers could replace one of the library's.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -110,7 +110,14 @@ def next_number() -> int:
 
 def renumber(models: Iterable[torch.nn.Module], by: int) -> None:
     """Add to the numbers of all hooks of some models; their order stays."""
-    for table in _tables(models):
+    tables = {
+        id(held): held
+        for model in models
+        for module in model.modules()
+        for name, held in vars(module).items()
+        if "_hooks" in name and isinstance(held, dict)
+    }
+    for table in tables.values():
         moved = [(number + by, hook) for number, hook in table.items()]
         table.clear()
         table.update(moved)
@@ -126,14 +133,3 @@ def take_numbers(models: Iterable[torch.nn.Module], count: int) -> None:
     if count:
         renumber(models, next_number())
         RemovableHandle.next_id += count
-
-
-def _tables(models: Iterable[torch.nn.Module]) -> Iterator[dict[int, Any]]:
-    """Yield the tables of hooks that are not empty, each once."""
-    seen = set()
-    for model in models:
-        for module in model.modules():
-            for name, held in vars(module).items():
-                if "_hooks" in name and isinstance(held, dict) and held and id(held) not in seen:
-                    seen.add(id(held))
-                    yield held

@@ -49,18 +49,14 @@ def encode(request: Request) -> str:
     return msgspec.json.encode(msgspec.structs.replace(request, modules=())).decode()
 
 
-def with_modules(request: Request, names: Sequence[str]) -> Request:
-    """Return a request whose load has imported these modules."""
-    return msgspec.structs.replace(request, modules=tuple(names))
-
-
-def decode(text: str) -> Request:
-    """Return the request of a text.
+def decode(text: str, modules: Sequence[str] = ()) -> Request:
+    """Return the request of a text, with the modules that its load has imported.
 
     Raises:
         ValueError: it is none.
     """
-    return msgspec.json.decode(text, type=Request)
+    request = msgspec.json.decode(text, type=Request)
+    return msgspec.structs.replace(request, modules=tuple(modules))
 
 
 class Prepared(NamedTuple):

@@ -103,7 +103,7 @@ class Pipelines:
                         importlib.import_module(name)
                 self.why_not = self.why_not or why_not
                 if not must_decode and not why_not:
-                    request = self._door.with_modules(self._door.decode(text), names)
+                    request = self._door.decode(text, names)
                     self.descriptors |= self._loads.prepare(request)
                     self.loaded += 1
         self._recorder.stop()

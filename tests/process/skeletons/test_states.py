@@ -110,7 +110,7 @@ PATCHES = {
     "diffusers.configuration_utils.open was added": lambda patch: patch.setattr(
         diffusers.configuration_utils, "open", _other, raising=False
     ),
-    "diffusers was replaced": lambda patch: patch.setitem(
+    "the module diffusers was replaced": lambda patch: patch.setitem(
         sys.modules, "diffusers", ModuleType("diffusers")
     ),
 }
