@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.attempt import load
-from shmload._building.gguf_maker import maker_of_file
+from shmload._building.blocks_maker import maker_of_file
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
 from shmload._building.route import Keep, Options, require_readable

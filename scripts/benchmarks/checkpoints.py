@@ -3,6 +3,7 @@
 sd15-fp32, sd15-bf16            Stable Diffusion 1.5's classes and sizes
 sd15-fp32-bin, sd15-bf16-bin    the same in PyTorch's files
 small-fp32                      the same classes, tiny
+tiny-pipelines                  a directory of pipelines of eight kinds, tiny
 sdxl-fp16-file                  Stable Diffusion XL with fewer blocks, as one file: 1.5 of 3.5
                                 billion parameters, which fit beside their copies in 24 GiB
 tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
@@ -21,7 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ FLUX_SMALL = {
 }
 """Configuration of the small transformer."""
 _GGUF_SMALL = {"num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+_FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image", "sana")
 _NOISE_STD = 0.02
 _TENSOR_NBYTES = 1024
 _SHARD_NBYTES = 4_000_000_000
@@ -66,6 +68,7 @@ def make(name: str, directory: str, work: str) -> None:
     one_each = {"num_layers": 1, "num_single_layers": 1}
     makers: dict[str, Callable[[], None]] = {
         "small-fp32": lambda: _save_tiny(folder),
+        "tiny-pipelines": lambda: _save_families(folder, _FAMILIES[: 2 if is_quick else None]),
         "sd15-fp32": lambda: _save_tiny(folder) if is_quick else _make_sd15(folder),
         "sd15-bf16": lambda: _make_bf16(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-fp32-bin": lambda: _make_bin(folder, Path(work, f"sd15-fp32{ending}")),
@@ -127,6 +130,21 @@ def _save_tiny(directory: Path) -> None:
     # Of the same class as the large one's.
     pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
     pipe.save_pretrained(directory)
+
+
+def _save_families(directory: Path, families: Sequence[str]) -> None:
+    import diffusers
+
+    for family in families:
+        _tiny(family).save_pretrained(directory / family)
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(directory / "ddpm")
 
 
 def _tiny(family: str) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import slow_mount
 from benchmarks.bench import Bench, Suite, Way, weight_files
-from benchmarks.figures import Figure, Result, labelled
+from benchmarks.figures import Figure, Result, labelled, speed_up
 from benchmarks.load import FROM_PRETRAINED, LOAD_PIPELINE, warm_and_evict
 
 _BLOCK_NBYTES = 8 << 20
@@ -29,19 +29,18 @@ def measure_cold(bench: Bench) -> list[Figure]:
         "shmload, workers running": partial(warm_and_evict, bench, source),
     }
     rounds = bench.measure(ways, source, is_cold=True)
-    wall = rounds.samples("wall_s")
     _, _, disk, decoding = ways
     rates = {
         decoding: rounds.sample(decoding, "decode_bytes_per_s"),
         disk: rounds.sample(disk, "bytes_per_s"),
     }
     return [
-        Figure(
-            name="cold-first",
-            what="source on the disk alone: whole process, speed-up over from_pretrained",
-            sample=wall["diffusers"] / wall["shmload"],
+        speed_up(
+            "cold-first",
+            "source on the disk alone: whole process, speed-up over from_pretrained",
+            rounds.samples("wall_s"),
             at_least=1.5,
-            beside=wall | labelled("{}, processor time", rounds.samples("cpu_s")),
+            beside=labelled("{}, processor time", rounds.samples("cpu_s")),
         ),
         Figure(
             name="cold-rate",
@@ -68,14 +67,13 @@ def measure_mount(bench: Bench) -> list[Figure]:
             "shmload": partial(mounted, LOAD_PIPELINE),
             "diffusers": partial(mounted, FROM_PRETRAINED),
         }
-        wall = few.measure(ways, source).samples("wall_s")  # cached below the mount
+        rounds = few.measure(ways, source)  # cached below the mount
     return [
-        Figure(
-            name="mount",
-            what="FUSE, 5 ms a request, 200 MB/s a stream: whole process, over from_pretrained",
-            sample=wall["diffusers"] / wall["shmload"],
+        speed_up(
+            "mount",
+            "FUSE, 5 ms a request, 200 MB/s a stream: whole process, over from_pretrained",
+            rounds.samples("wall_s"),
             at_least=5,
-            beside=wall,
         )
     ]
 

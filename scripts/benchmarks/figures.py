@@ -122,6 +122,31 @@ class Figure:
         return None if self.at_least is None else self.sample.median >= self.at_least
 
 
+def speed_up(
+    name: str,
+    what: str,
+    took: Mapping[str, Sample],
+    *,
+    at_least: float,
+    over: str = "diffusers",
+    ours: str = "shmload",
+    beside: Mapping[str, Sample] | None = None,
+) -> Figure:
+    """Return how many times as long another way takes.
+
+    Args:
+        name: of the figure.
+        what: its words.
+        took: the time of each way; they stand beside the figure.
+        at_least: the limit.
+        over: the other way.
+        ours: the way that is compared with it.
+        beside: what else stands there.
+    """
+    sample = took[over] / took[ours]
+    return Figure(name, what, sample, {**took, **(beside or {})}, at_least)
+
+
 def labelled(form: str, samples: Mapping[str, Sample]) -> dict[str, Sample]:
     """Put the ways of some samples into words, such as `{}, processor time`."""
     return {form.format(way): sample for way, sample in samples.items()}

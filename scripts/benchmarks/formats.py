@@ -2,21 +2,26 @@
 
 from pathlib import Path
 
+from benchmarks.attach import Attach
 from benchmarks.bench import Bench, Suite
 from benchmarks.bucket import measure_bucket
-from benchmarks.figures import Figure, labelled
+from benchmarks.figures import Figure, labelled, speed_up
 from benchmarks.gguf import measure_gguf, measure_gguf_floats, measure_gguf_whole
-from benchmarks.load import attach_rounds, whole_process
-from benchmarks.probes import attach
+from benchmarks.load import whole_process
 
 
 def measure_bin(bench: Bench) -> list[Figure]:
     """`.bin` in float32, wanted in bfloat16: the first load, and an attach."""
-    source = bench.source("sd15-fp32-bin")
+    attach = Attach(bench, bench.source("sd15-fp32-bin"))
     what = ".bin fp32 to bf16"
     return [
-        _first_load(bench, source, "bin-first", what, at_least=1.25),
-        _attach(bench, source, "bin-attach", f"{what} with weights in memory", at_least=15),
+        _first_load(bench, attach.source, "bin-first", what, at_least=1.25),
+        _attach_figure(
+            "bin-attach",
+            f"{what} with weights in memory: speed-up over from_pretrained",
+            attach,
+            at_least=15,
+        ),
     ]
 
 
@@ -30,35 +35,20 @@ def measure_bin_same_dtype(bench: Bench) -> list[Figure]:
 def measure_single_file(bench: Bench) -> list[Figure]:
     """One file of SDXL's classes in float16, wanted in bfloat16: an attach."""
     source = bench.source("sdxl-fp16-file")
-    what = "one file fp16 to bf16 with weights in memory"
-    file = source / "model.safetensors"
-    return [_attach(bench, source, "single-file-attach", what, at_least=5, file=file)]
+    what = "one file fp16 to bf16 with weights in memory: speed-up over from_single_file"
+    attach = Attach(bench, source, resident=source / "model.safetensors")
+    return [_attach_figure("single-file-attach", what, attach, at_least=5)]
 
 
 def _first_load(bench: Bench, source: Path, name: str, what: str, *, at_least: float) -> Figure:
-    wall = whole_process(bench, source).samples("wall_s")
-    return Figure(
-        name=name,
-        what=f"{what}, nothing in memory: whole process, speed-up over from_pretrained",
-        sample=wall["diffusers"] / wall["shmload"],
-        at_least=at_least,
-        beside=wall,
-    )
+    what = f"{what}, nothing in memory: whole process, speed-up over from_pretrained"
+    return speed_up(name, what, whole_process(bench, source).samples("wall_s"), at_least=at_least)
 
 
-def _attach(
-    bench: Bench, source: Path, name: str, what: str, *, at_least: float, file: Path | None = None
-) -> Figure:
-    theirs = bench.probe(attach, "diffusers", bench.source("small-fp32"), source)
-    rounds = attach_rounds(bench, source, {"diffusers": theirs}, file)
-    calls = rounds.samples("call_s")
-    return Figure(
-        name=name,
-        what=f"{what}: speed-up over {'from_single_file' if file else 'from_pretrained'}",
-        sample=calls["diffusers"] / calls["shmload"],
-        at_least=at_least,
-        beside=calls | labelled("{}, private memory", rounds.samples("private_nbytes")),
-    )
+def _attach_figure(name: str, what: str, attach: Attach, *, at_least: float) -> Figure:
+    rounds = attach.rounds(diffusers=attach.by("diffusers"))
+    private = labelled("{}, private memory", rounds.samples("private_nbytes"))
+    return speed_up(name, what, rounds.samples("call_s"), at_least=at_least, beside=private)
 
 
 SUITE = Suite(

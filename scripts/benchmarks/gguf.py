@@ -5,17 +5,25 @@ Each process loads a small model first, so that no clock counts an import.
 
 import gc
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import shmload
-from benchmarks.bench import Bench
-from benchmarks.figures import Figure, Rounds, labelled
-from benchmarks.probes import Clients, Numbers, command_of, pss_nbytes, tell, touch
+from benchmarks.attach import attach, load_gguf, touched
+from benchmarks.bench import Bench, Way
+from benchmarks.figures import Figure, Rounds, labelled, speed_up
+from benchmarks.probes import (
+    Clients,
+    Numbers,
+    command_of,
+    pss_nbytes,
+    tell,
+    touch,
+    used_cpu_s,
+)
 
 _PROCESSES = 4
 _WORKERS = 2
@@ -25,10 +33,10 @@ def measure_gguf(bench: Bench) -> list[Figure]:
     """A part of a transformer in Q4_K: an attach, and the memory of several processes."""
     source = bench.source("flux-gguf")
     file_mb = (source / "model.gguf").stat().st_size / 1e6
-    memory = _measure(bench, together, source).samples("pss_nbytes")
+    memory = _measure(bench, partial(bench.probe, together), source).samples("pss_nbytes")
     copies = {way: sample.scaled(1 / file_mb, "") for way, sample in memory.items()}
     return [
-        _attach_figure("gguf-attach", "GGUF Q4_K, 0.7 GB", _measure(bench, attach, source)),
+        _attach_figure(bench, "gguf-attach", "GGUF Q4_K, 0.7 GB", source),
         Figure(
             name="gguf-memory",
             what=f"GGUF Q4_K: copies of the file that {_PROCESSES} processes have in memory",
@@ -41,31 +49,31 @@ def measure_gguf(bench: Bench) -> list[Figure]:
 
 def measure_gguf_whole(bench: Bench) -> list[Figure]:
     """All of Flux's transformer in Q4_K: an attach."""
-    rounds = _measure(bench, attach, bench.source("flux-gguf-whole"))
-    return [_attach_figure("gguf-attach-whole", "GGUF Q4_K, 6.8 GB", rounds)]
+    source = bench.source("flux-gguf-whole")
+    return [_attach_figure(bench, "gguf-attach-whole", "GGUF Q4_K, 6.8 GB", source)]
 
 
-def _measure(bench: Bench, function: Callable[..., Numbers], source: Path) -> Rounds:
+def _attach_figure(bench: Bench, name: str, what: str, source: Path) -> Figure:
+    rounds = _measure(bench, partial(bench.probe, attach, "gguf"), source)
+    return speed_up(
+        name,
+        f"{what}, with its blocks in memory: speed-up over from_single_file",
+        rounds.samples("call_s"),
+        at_least=10,
+        beside=labelled("{}, call and touch of every page", touched(rounds)),
+    )
+
+
+def _measure(bench: Bench, probe: Callable[[str, Path, Path], Way], source: Path) -> Rounds:
     """Run a function for a file whose blocks are in shared memory, by shmload and diffusers."""
     small = bench.source("flux-gguf-small")
     for each in (source, small):
         shmload.warm(each / "model.gguf")
-    ways = {way: bench.probe(function, way, small, source) for way in ("shmload", "diffusers")}
-    rounds = bench.measure(ways, source)
+    rounds = bench.measure(
+        {way: probe(way, small, source) for way in ("shmload", "diffusers")}, source
+    )
     bench.evict()
     return rounds
-
-
-def _attach_figure(name: str, what: str, rounds: Rounds) -> Figure:
-    calls = rounds.samples("call_s")
-    touched = {way: calls[way] + rounds.sample(way, "touch_s") for way in calls}
-    return Figure(
-        name=name,
-        what=f"{what}, with its blocks in memory: speed-up over from_single_file",
-        sample=calls["diffusers"] / calls["shmload"],
-        at_least=10,
-        beside=calls | labelled("{}, call and touch of every page", touched),
-    )
 
 
 def measure_gguf_floats(bench: Bench) -> list[Figure]:
@@ -80,37 +88,20 @@ def measure_gguf_floats(bench: Bench) -> list[Figure]:
         },
         path.parent,
     )
-    calls = rounds.samples("call_s")
     return [
-        Figure(
-            name="gguf-floats",
-            what=f"GGUF Q4_K to bf16 by {_WORKERS} workers: speed-up over one core of the package",
-            sample=calls["package"] / calls["shmload"],
+        speed_up(
+            "gguf-floats",
+            f"GGUF Q4_K to bf16 by {_WORKERS} workers: speed-up over one core of the package",
+            rounds.samples("call_s"),
+            over="package",
             at_least=1.8,
-            beside=calls
-            | labelled("{}, processor time", rounds.samples("cpu_s"))
+            beside=labelled("{}, processor time", rounds.samples("cpu_s"))
             | {"package, without the cast": rounds.sample("package", "dequantise_s")},
         )
     ]
 
 
 # What runs in fresh processes ---------------------------------------------------------------------
-
-
-def attach(way: str, small: str, source: str) -> Numbers:
-    """Load a quantised model.
-
-    Returns:
-        `call_s` of the call; `touch_s` of reading a byte of each page of each weight after it.
-    """
-    load = _loader(way)
-    load(small)
-    gc.collect()
-    began = time.perf_counter()
-    model = load(source)
-    called = time.perf_counter()
-    touch([model])
-    return {"call_s": called - began, "touch_s": time.perf_counter() - called}
 
 
 def together(way: str, small: str, source: str) -> Numbers:
@@ -129,7 +120,7 @@ def together(way: str, small: str, source: str) -> Numbers:
 
 def stay(way: str, small: str, source: str) -> None:
     """Be one of the processes of `together`."""
-    load, models = _loader(way), []
+    load, models = load_gguf(way), []
     for path in (small, source):
         models.append(load(path))
         touch(models[-1:])
@@ -149,7 +140,7 @@ def package(path: str) -> Numbers:
 
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    cpu_before = _cpu_s()
+    cpu_before = used_cpu_s()
     began = time.perf_counter()
     dequantise_s = 0.0
     kept = []
@@ -159,7 +150,7 @@ def package(path: str) -> Numbers:
         dequantise_s += time.perf_counter() - first
         kept.append(torch.from_numpy(values).to(torch.bfloat16))
     call_s = time.perf_counter() - began
-    return {"call_s": call_s, "dequantise_s": dequantise_s, "cpu_s": _cpu_s() - cpu_before}
+    return {"call_s": call_s, "dequantise_s": dequantise_s, "cpu_s": used_cpu_s() - cpu_before}
 
 
 def workers(small: str, path: str, count: int) -> Numbers:
@@ -169,33 +160,11 @@ def workers(small: str, path: str, count: int) -> Numbers:
         `call_s`, with their start, and `cpu_s` of all.
     """
     shmload.warm(small, dtype="bfloat16")
-    cpu_before = _cpu_s()
+    cpu_before = used_cpu_s()
     began = time.perf_counter()
     shmload.warm(path, dtype="bfloat16", workers=count)
     call_s = time.perf_counter() - began
-    cpu_s = _cpu_s() - cpu_before
+    cpu_s = used_cpu_s() - cpu_before
     shmload.evict(path)
     shmload.evict(small)
     return {"call_s": call_s, "cpu_s": cpu_s}
-
-
-def _cpu_s() -> float:
-    """Return what this process has used, and its children that have ended, in seconds."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def _loader(way: str) -> Callable[[str], Any]:
-    import torch
-    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
-
-    def load(source: str) -> Any:
-        path, config = os.path.join(source, "model.gguf"), os.path.join(source, "config")
-        quantised = GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
-        given: dict[str, Any] = {"config": config, "quantization_config": quantised}
-        if way == "shmload":
-            model_class = "FluxTransformer2DModel"
-            return shmload.load_model(model_class, path, dtype=torch.bfloat16, keep=True, **given)
-        return FluxTransformer2DModel.from_single_file(path, torch_dtype=torch.bfloat16, **given)
-
-    return load

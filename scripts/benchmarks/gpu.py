@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import gpu_probes
 from benchmarks.bench import Bench, ProbeFailed, Suite, Way, weight_files, weights_nbytes
-from benchmarks.figures import Figure, Rounds, Sample, better, labelled
+from benchmarks.figures import Figure, Rounds, Sample, better, labelled, speed_up
 from benchmarks.load import PARALLEL
 
 _WORKERS = "4"
@@ -168,12 +168,13 @@ def _against_diffusers(name: str, what: str, limit: float, rounds: Rounds, sourc
     calls.pop(_HOST_LIMIT, None)
     best = better(calls, _DIFFUSERS)
     rates = _rates(source, {way: calls[way] for way in ("shmload", best)})
-    return Figure(
-        name=name,
-        what=f"{what}: speed-up over from_pretrained",
-        sample=calls[best] / calls["shmload"],
+    return speed_up(
+        name,
+        f"{what}: speed-up over from_pretrained",
+        calls,
+        over=best,
         at_least=limit,
-        beside=calls | labelled("{}, of the files", rates),
+        beside=labelled("{}, of the files", rates),
     )
 
 

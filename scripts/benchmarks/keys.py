@@ -1,13 +1,12 @@
 """Checkpoints of many tensors: their figures in `scripts/bench load`."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
+from benchmarks.attach import Attach
 from benchmarks.bench import Bench
 from benchmarks.checkpoints import TENSOR_COUNTS
 from benchmarks.figures import Figure, Sample
@@ -88,17 +87,12 @@ def tensors(*paths: str) -> Numbers:
 
 def measure_keys(bench: Bench) -> list[Figure]:
     """`load_model` of a resident model with as many keys as the largest models have."""
-    small = bench.source("flux-small") / "transformer"
-    source = bench.source("flux-keys") / "transformer"
-    ways = {
-        "shmload": bench.probe(model, "shmload", small, source, SHMLOAD_SKELETONS="1"),
-        "shmload, with SHMLOAD_SKELETONS=0": bench.probe(model, "shmload", small, source),
-        "diffusers": bench.probe(model, "diffusers", small, source),
-    }
-    count = int(ways["shmload"]()["keys"])  # the first load asks for the skeleton
-    bench.wait_for_skeletons()
-    calls = bench.measure(ways, source).samples("call_s")
-    bench.evict()
+    small, source = (bench.source(name) / "transformer" for name in ("flux-small", "flux-keys"))
+    attach = Attach(bench, source, "flux", small)
+    rounds = attach.rounds(without=attach.by_shmload(), diffusers=attach.by("diffusers"))
+    calls = rounds.samples("call_s")
+    calls["shmload, with SHMLOAD_SKELETONS=0"] = calls.pop("without")
+    count = int(rounds.sample("shmload", "keys").median)
     speed_up = calls["diffusers"] / calls["shmload"]
     return [
         Figure(
@@ -109,25 +103,3 @@ def measure_keys(bench: Bench) -> list[Figure]:
             beside={"speed-up over from_pretrained": speed_up} | calls,
         )
     ]
-
-
-def model(way: str, small: str, source: str) -> Numbers:
-    """Load a transformer of Flux's class in bfloat16, in a process that has loaded a small one.
-
-    Returns:
-        `call_s`; `keys`, how many tensors the model has.
-    """
-    import torch
-    from diffusers import FluxTransformer2DModel
-
-    import shmload
-
-    def load(path: str) -> Any:
-        if way == "shmload":
-            return shmload.load_model(FluxTransformer2DModel, path, dtype="bfloat16", keep=True)
-        return FluxTransformer2DModel.from_pretrained(path, torch_dtype=torch.bfloat16)
-
-    load(small)
-    began = time.perf_counter()
-    made = load(source)
-    return {"call_s": time.perf_counter() - began, "keys": len(made.state_dict())}

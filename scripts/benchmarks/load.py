@@ -1,26 +1,22 @@
 """One process: the figures of `scripts/bench load`."""
 
-import mmap
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from benchmarks.attach import Attach, load_pipeline, touched
 from benchmarks.bench import Bench, Suite, Way, weight_files, weights_nbytes
 from benchmarks.figures import Figure, Result, Rounds, better, labelled
 from benchmarks.keys import measure_keys, measure_tensors
-from benchmarks.probes import Numbers, attach, time_call, warm
+from benchmarks.probes import Numbers, time_call, warm
 
 # The times of two whole processes vary by more than the 3 % of this target: take more rounds.
 _SAME_DTYPE_FACTOR = 3
 _SMALL_CALLS = 7
 _BLOCK_NBYTES = 1 << 20
-_PAGE_NBYTES = 4096
-_FLOOR_NBYTES = 1 << 30
 
 _IMPORTS = """\
 import torch
@@ -45,20 +41,15 @@ PARALLEL = {"HF_ENABLE_PARALLEL_LOADING": "1"}
 
 def measure_attach(bench: Bench) -> list[Figure]:
     """`load_pipeline` with weights in memory: time and private memory."""
-    small, source = bench.source("small-fp32"), bench.source("sd15-fp32")
-    theirs = partial(bench.probe, attach, "diffusers", small, source)
-    rounds = attach_rounds(
-        bench,
-        source,
-        {
-            "without": attach_resident(bench, source),
-            "sequential": theirs(),
-            "parallel": theirs(**PARALLEL),
-        },
+    attach = Attach(bench, bench.source("sd15-fp32"))
+    rounds = attach.rounds(
+        without=attach.by_shmload(),
+        sequential=attach.by("diffusers"),
+        parallel=attach.by("diffusers", **PARALLEL),
     )
     calls, private = rounds.samples("call_s"), rounds.samples("private_nbytes")
     best = better(calls)
-    touched = {way: calls[way] + rounds.sample(way, "touch_s") for way in calls}
+    both = touched(rounds)
     weights = rounds.sample("shmload", "weights_nbytes")
     return [
         Figure(
@@ -72,8 +63,8 @@ def measure_attach(bench: Bench) -> list[Figure]:
                 "diffusers, the better": calls[best],
                 "diffusers, sequential": calls["sequential"],
                 "diffusers, parallel": calls["parallel"],
-                "shmload, call and touch of every page": touched["shmload"],
-                "diffusers, call and touch of every page": touched[best],
+                "shmload, call and touch of every page": both["shmload"],
+                "diffusers, call and touch of every page": both[best],
             },
         ),
         Figure(
@@ -88,30 +79,6 @@ def measure_attach(bench: Bench) -> list[Figure]:
             },
         ),
     ]
-
-
-def attach_rounds(
-    bench: Bench, source: Path, others: Mapping[str, Way], file: Path | None = None
-) -> Rounds:
-    """Measure `shmload`, an attach with a skeleton, and other ways.
-
-    Args:
-        bench: the context.
-        source: to load.
-        others: the other ways.
-        file: to make resident, if it is not the source.
-    """
-    ours = attach_resident(bench, source, file, SHMLOAD_SKELETONS="1")
-    ours()  # the first load asks for the skeleton
-    bench.wait_for_skeletons()
-    rounds = bench.measure({"shmload": ours, **others}, source)
-    bench.evict()
-    return rounds
-
-
-def attach_resident(bench: Bench, source: Path, file: Path | None = None, **variables: str) -> Way:
-    run = bench.probe(attach, "shmload", bench.source("small-fp32"), source, **variables)
-    return partial(bench.while_resident, file or source, run)
 
 
 def whole_process(bench: Bench, source: Path, *, factor: int = 1, is_cold: bool = False) -> Rounds:
@@ -186,16 +153,7 @@ def measure_small(bench: Bench) -> list[Figure]:
 
 def repeat(way: str, source: str) -> Numbers:
     """Load a pipeline once, then some times: `call_s` is the median of the repeated loads."""
-    import torch
-    from diffusers import DiffusionPipeline
-
-    import shmload
-
-    def load() -> object:
-        if way == "shmload":
-            return shmload.load_pipeline(source, dtype=torch.bfloat16)
-        return DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
-
+    load = partial(load_pipeline(way), source)
     load()
     return {"call_s": statistics.median(time_call(load) for _ in range(_SMALL_CALLS))}
 
@@ -250,7 +208,10 @@ def plain_loop(*paths: str) -> Numbers:
     nbytes = 0
     elapsed_s = 0.0
     for path in paths:
-        with open(path, "rb", buffering=0) as shard, _fresh_file() as target:
+        with (
+            open(path, "rb", buffering=0) as shard,
+            tempfile.TemporaryFile(dir="/dev/shm", buffering=0) as target,
+        ):
             source, position = shard.fileno(), 0
             end = os.fstat(source).st_size
             offset = 8 + int.from_bytes(os.pread(source, 8, 0), "little")
@@ -267,72 +228,6 @@ def plain_loop(*paths: str) -> Numbers:
     return {"bytes_per_s": nbytes / elapsed_s}
 
 
-def _fresh_file() -> Any:
-    """Open a new file in /dev/shm without a name, so that the kernel frees it in any case."""
-    return tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
-
-
-# Floors -------------------------------------------------------------------------------------------
-
-
-def measure_floors(bench: Bench) -> list[Figure]:
-    """This machine's floors: times and throughputs that no loader can beat."""
-    files = weight_files(bench.source("sd15-fp32"))
-    largest = max(files, key=lambda path: path.stat().st_size)
-    starts = {
-        "Python starts and ends": "pass",
-        "import shmload": "import shmload",
-        "import torch": "import torch",
-        "import the pipeline's classes": _IMPORTS,
-    }
-    ways = {what: bench.python(code) for what, code in starts.items()}
-    rounds = bench.measure(ways | {"memory": bench.probe(memory_floors, largest)}, largest.parent)
-    rates = {name: rounds.sample("memory", name) for name in rounds.results["memory"][0]}
-    memory = {name.removesuffix(", bytes_per_s"): sample for name, sample in rates.items()}
-    floors = {what: rounds.sample(what, "wall_s") for what in starts} | memory
-    return [
-        Figure(name=f"floor: {what}", what=what, sample=sample) for what, sample in floors.items()
-    ]
-
-
-def memory_floors(path: str) -> Numbers:
-    """Measure throughputs that no loader can beat, over 1 GiB each."""
-    import numpy as np
-
-    block = bytearray(_BLOCK_NBYTES)
-    pages = slice(None, None, _PAGE_NBYTES)
-    source = np.ones(_FLOOR_NBYTES, np.uint8)
-    target = np.zeros_like(source)
-    target[:] = source
-    offsets = range(0, _FLOOR_NBYTES, _BLOCK_NBYTES)
-
-    def read() -> None:
-        with open(path, "rb", buffering=0) as file:
-            for offset in offsets:
-                os.preadv(file.fileno(), [block], offset)
-
-    with _fresh_file() as shared, mmap.mmap(-1, _FLOOR_NBYTES) as private:
-
-        def write() -> None:
-            for offset in offsets:
-                os.pwrite(shared.fileno(), block, offset)
-
-        took_s = {
-            "copy memory to memory, pages in use": time_call(partial(np.copyto, target, source)),
-            "pread of cached file, 1 MiB at a time": time_call(read),
-            "pwrite to fresh pages in /dev/shm": time_call(write),
-            "pwrite to the same pages again": time_call(write),
-        }
-        ones = bytes([1]) * (_FLOOR_NBYTES // _PAGE_NBYTES)
-        touch = partial(private.__setitem__, pages, ones)
-        took_s["first touch of fresh private pages"] = time_call(touch)
-        with mmap.mmap(shared.fileno(), _FLOOR_NBYTES) as mapping:
-            # One byte of each page, as the first use of attached weights does.
-            touch_shared = partial(mapping.__getitem__, pages)
-            took_s["first touch of attached shared pages"] = time_call(touch_shared)
-    return {f"{what}, bytes_per_s": _FLOOR_NBYTES / each_s for what, each_s in took_s.items()}
-
-
 SUITE = Suite(
     measures={
         "attach": measure_attach,
@@ -342,7 +237,6 @@ SUITE = Suite(
         "keys": measure_keys,
         "small": measure_small,
         "decode": measure_decode,
-        "floors": measure_floors,
     },
     sources=("small-fp32", "tensors-90000", "flux-small", "flux-keys", "sd15-fp32", "sd15-bf16"),
     disk_gb=9,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import Bench, Suite, Way, weight_files, weights_nbytes
-from benchmarks.figures import Figure, Result, Sample
+from benchmarks.figures import Figure, Result, Sample, speed_up
 from benchmarks.probes import Clients, Numbers, pss_nbytes, touch
 
 PROCESSES = 8
@@ -55,19 +55,18 @@ def measure_ready(bench: Bench) -> list[Figure]:
         for size, source in ((", tiny models", bench.source("small-fp32")), ("", large))
     }
     found = bench.measure(ways, large)
-    ready, memory = found.samples("ready_s"), found.samples("pss_nbytes")
+    memory = found.samples("pss_nbytes")
     copies = {
         way: _copies(memory[way], memory[f"{way}, tiny models"], large)
         for way in ("a job's", "diffusers")
     }
     return [
-        Figure(
-            name="many-ready",
-            what=f"{PROCESSES} processes ready: speed-up over {PROCESSES} that call "
-            "from_pretrained",
-            sample=ready["diffusers"] / ready["a job's"],
+        speed_up(
+            "many-ready",
+            f"{PROCESSES} processes ready: speed-up over {PROCESSES} that call from_pretrained",
+            found.samples("ready_s"),
+            ours="a job's",
             at_least=5,
-            beside=ready,
         ),
         Figure(
             name="many-memory",

@@ -4,7 +4,6 @@
 before its clock starts, so that only the standard library and the harness are there at its begin.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -19,7 +18,6 @@ from typing import Any, Self
 Numbers = dict[str, float]
 
 _PAGE_NBYTES = 4096
-_ONE_FILE = "model.safetensors"
 
 
 def main() -> None:
@@ -106,6 +104,11 @@ def touch(models: Iterable[Any]) -> int:
     return nbytes
 
 
+def used_cpu_s() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
 def private_nbytes() -> int:
     """Return this process's private memory in bytes: anonymous pages and page tables.
 
@@ -123,56 +126,6 @@ def pss_nbytes(pids: Iterable[int]) -> int:
 def _nbytes_of(pid: int | str, file: str, key: str) -> int:
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
-
-
-# Of several suites --------------------------------------------------------------------------------
-
-
-def attach(way: str, small: str, source: str) -> Numbers:
-    """Load a pipeline in bfloat16 in a process that has loaded a small one before.
-
-    Returns:
-        `call_s` of the call; `touch_s` of reading a byte of each page of each weight after it;
-        `private_nbytes`, the growth of the process's private memory over both; `weights_nbytes`.
-    """
-    import torch
-
-    load = _loader(way)
-    load(small)
-    gc.collect()
-    before = private_nbytes()
-    began = time.perf_counter()
-    pipe = load(source)
-    called = time.perf_counter()
-    nbytes = touch(each for each in pipe.components.values() if isinstance(each, torch.nn.Module))
-    return {
-        "call_s": called - began,
-        "touch_s": time.perf_counter() - called,
-        "private_nbytes": private_nbytes() - before,
-        "weights_nbytes": nbytes,
-    }
-
-
-def _loader(way: str) -> Callable[[str], Any]:
-    """Return what loads a pipeline in bfloat16: of a directory, or of one file with a `config`."""
-    import torch
-    from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
-
-    import shmload
-
-    def load(source: str) -> Any:
-        config, file = os.path.join(source, "config"), os.path.join(source, _ONE_FILE)
-        is_file = os.path.isdir(config)
-        if way == "shmload":
-            given = {"config": config} if is_file else {}
-            return shmload.load_pipeline(file if is_file else source, dtype=torch.bfloat16, **given)
-        if is_file:
-            return StableDiffusionXLPipeline.from_single_file(
-                file, config=config, torch_dtype=torch.bfloat16
-            )
-        return DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
-
-    return load
 
 
 def warm(source: str, workers: int | None = None) -> Numbers:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.bench import Bench, ProbeFailed, Suite, Way
-from benchmarks.figures import Figure, Result, Rounds, Sample, better, labelled, sample_of
+from benchmarks.figures import Figure, Result, Rounds, Sample, better, labelled, sample_of, speed_up
 from benchmarks.load import PARALLEL
 
 _FIRST_LINES = 5  # a first line takes tens of milliseconds: take more rounds
@@ -161,12 +161,14 @@ def measure_ready(bench: Bench) -> list[Figure]:
     what = f"`{ours}`, from the command to a pipeline"
     ends = {f"{ours}, to its end": rounds.sample(ours, "wall_s")}
     return [
-        Figure(
-            name="ready",
-            what=f"{what}: speed-up over from_pretrained",
-            sample=ready[best] / ready[ours],
+        speed_up(
+            "ready",
+            f"{what}: speed-up over from_pretrained",
+            ready,
+            over=best,
+            ours=ours,
             at_least=30,
-            beside=ready | ends,
+            beside=ends,
         ),
         Figure(name="ready-s", what=what, sample=ready[ours], at_most=0.25),
     ]
@@ -180,12 +182,14 @@ def measure_prepared(bench: Bench) -> list[Figure]:
     _, ready, best = _against_diffusers(bench, ("first",), runs=2, beside={})
     what = "`shmload run`, from the third run on"
     return [
-        Figure(
-            name="prepared",
-            what=f"{what}: speed-up over from_pretrained",
-            sample=ready[best] / ready["shmload run"],
+        speed_up(
+            "prepared",
+            f"{what}: speed-up over from_pretrained",
+            ready,
+            over=best,
+            ours="shmload run",
             at_least=120,
-            beside=ready | {"from_pretrained, the better": ready[best]},
+            beside={"from_pretrained, the better": ready[best]},
         ),
         Figure(name="prepared-s", what=what, sample=ready["shmload run"], at_most=0.06),
     ]
@@ -195,12 +199,13 @@ def measure_redirect(bench: Bench) -> list[Figure]:
     """The same for a program that knows nothing of shmload, from its second start on."""
     _, ready, best = _against_diffusers(bench, ("--redirect", "diffusers"), runs=2, beside={})
     return [
-        Figure(
-            name="redirect",
-            what="`shmload run --redirect`, an unchanged diffusers program, third start: speed-up",
-            sample=ready[best] / ready["shmload run --redirect"],
+        speed_up(
+            "redirect",
+            "`shmload run --redirect`, an unchanged diffusers program, third start: speed-up",
+            ready,
+            over=best,
+            ours="shmload run --redirect",
             at_least=20,
-            beside=ready,
         )
     ]
 

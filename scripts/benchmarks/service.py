@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmarks.attach import Attach
 from benchmarks.bench import Bench, Suite
 from benchmarks.figures import Figure, Sample
 from benchmarks.probes import (
     Clients,
     Numbers,
-    attach,
     command_of,
     private_nbytes,
     tell,
@@ -71,8 +71,8 @@ def _wait_until_ready(service: "subprocess.Popen[str]") -> None:
 
 def measure_attach(bench: Bench) -> list[Figure]:
     """An attach through the service, against an attach without it."""
-    small, source = bench.source("small-fp32"), bench.source("sd15-fp32")
-    run = partial(bench.probe, attach, "shmload", small, source)
+    source = bench.source("sd15-fp32")
+    run = partial(Attach(bench, source).by, "shmload")
     with running_service(bench) as variables:
         bench.warm(source)
         ways = {"without": run(**_ALONE), "through the service": run(**variables)}

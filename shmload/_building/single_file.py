@@ -27,7 +27,7 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._checkpoints.weights import has_blocks, why_file_is_unread
+from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread
 
 _METHOD = "from_single_file"
@@ -103,7 +103,7 @@ class SingleFileMaker(Maker):
     ) -> tuple[Source, object]:
         """Find the file."""
         found = find_single_file(wanted)
-        if self.is_of_pipelines and has_blocks(wanted.source):
+        if self.is_of_pipelines and format_with_blocks(wanted.source):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
         with whole_libraries():
@@ -195,11 +195,13 @@ class SinglePipelineMaker(SingleFileMaker):
     argument = "pipeline_class"
 
     def __init__(self, wanted: object, file: Wanted, config: object) -> None:
-        if wanted is None and has_blocks(file.source):
+        found = format_with_blocks(file.source) if wanted is None else None
+        if found and found.blocks:
             raise ArgumentError(
-                f"{file.source} is a GGUF file, which has one model and no pipeline; load it by "
-                "load_model(cls, ..., quantization_config=GGUFQuantizationConfig(...)), and give "
-                "it to load_pipeline beside the pipeline's directory, such as transformer=model"
+                f"{file.source} is a {found.name} file, which has one model and no pipeline; load "
+                f"it by load_model(cls, ..., quantization_config={found.blocks.config}(...)), and "
+                "give it to load_pipeline beside the pipeline's directory, such as "
+                "transformer=model"
             )
         super().__init__(_class_name_in(config, file.hub) if wanted is None else wanted)
 

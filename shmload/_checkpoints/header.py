@@ -2,12 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from shmload.errors import ShardUnreadable, ShmloadError
 
+# The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
+MAX_HEADER_NBYTES = 100_000_000
+"""Size of the largest header that is read, in bytes, in any format."""
 HEAD_NBYTES = 512
 """How much of a file's front `Format.recognises` gets, in bytes."""
 
@@ -53,6 +57,25 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
         return sum(tensor.end - tensor.begin for tensor in self.tensors)
 
 
+class Blocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done with tensors that are quantised in blocks."""
+
+    kinds: Collection[str]
+    """Names of the kinds of blocks, which stand in place of dtypes."""
+    config: str
+    """The class of the libraries' `quantization_config` by which a model keeps its blocks."""
+    dequantiser: Callable[[str, str | os.PathLike[str]], Callable[[Any], Any]]
+    """Returns what makes float32 of a row of blocks of a kind; the path is what errors call.
+
+    Raises `LibraryMissing`, or `NotImplementedError` for a kind that the library does not know.
+    """
+    parameter: Callable[[TensorSpec, Any, str | os.PathLike[str]], Any]
+    """Makes of a tensor of blocks, as bytes, what the libraries' own reader makes of it.
+
+    Raises `LibraryMissing`, or `ValueError` as that reader does.
+    """
+
+
 class Format(msgspec.Struct, frozen=True, kw_only=True):
     """A format of checkpoint files."""
 
@@ -79,10 +102,13 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
     Such a file is left to them, where a whole model is loaded.
     """
-    has_blocks: bool = False
-    """Whether its tensors may be quantised in blocks."""
-    is_read_remotely: bool = False
-    """Whether files in buckets and on web servers are read: the header says where tensors lie."""
+    blocks: Blocks | None = None
+    """Of a format whose tensors may be quantised in blocks."""
+    header_end: Callable[[bytes], int] | None = None
+    """Tells from a file's first `HEAD_NBYTES` bytes where its header ends, in bytes.
+
+    Files in buckets and on web servers are read if their format has this.
+    """
     recognises: Callable[[bytes], bool]
     """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""
     read_header: Callable[[int, str | os.PathLike[str]], Header]

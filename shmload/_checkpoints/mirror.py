@@ -24,7 +24,12 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shmload._checkpoints.formats.known import FORMATS, format_named, format_names, is_of_weights
+from shmload._checkpoints.formats.known import (
+    READ_REMOTELY,
+    format_named,
+    format_names,
+    is_of_weights,
+)
 from shmload._checkpoints.objects import describe, fetch, list_below, require_readable_url
 from shmload._checkpoints.remote import (
     FRONT,
@@ -49,7 +54,7 @@ from shmload.errors import SourceNotFound
 
 # Times the limit for one: to ask for all objects, and to fetch the small ones.
 _REQUESTS = 5
-_READ = format_names(each for each in FORMATS if each.is_read_remotely)
+_READ = format_names(READ_REMOTELY)
 
 
 def mirror(wanted: Wanted) -> Path:
@@ -142,8 +147,7 @@ def _find(url: str, wanted: Wanted, deadline: float) -> Found:
 
 
 def _is_read(url: str) -> bool:
-    named = format_named(url)
-    return named is not None and named.is_read_remotely
+    return format_named(url) in READ_REMOTELY
 
 
 def _is_kept(path: str, each: RemoteObject) -> bool:

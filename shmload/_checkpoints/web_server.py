@@ -97,7 +97,11 @@ def probe(url: str, wanted: Wanted, deadline: float) -> Found:
 
 
 def _formats(*, is_read: bool) -> list[Format]:
-    return [each for each in known.FORMATS if each.base_names and each.is_read_remotely == is_read]
+    return [
+        each
+        for each in known.FORMATS
+        if each.base_names and (each in known.READ_REMOTELY) == is_read
+    ]
 
 
 def _weights(variant: str | None, *, is_read: bool) -> list[str]:

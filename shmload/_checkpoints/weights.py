@@ -117,16 +117,17 @@ def why_file_is_unread(path: Path) -> CheckpointError | None:
     return None
 
 
-def has_blocks(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a file may have quantised blocks, by its content.
+def format_with_blocks(path: str | os.PathLike[str]) -> Format | None:
+    """Return the format of a file that may have quantised blocks, by its content; else None.
 
     Raises:
         ShardUnreadable: it cannot be opened or read.
     """
     if is_url(path):
-        return False
+        return None
     with Descriptor(open_source(Path(path))) as file:
-        return detect_format(file.fd, path).has_blocks
+        found = detect_format(file.fd, path)
+    return found if found.blocks else None
 
 
 def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list[str]]:

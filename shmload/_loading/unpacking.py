@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from shmload._checkpoints.formats import safetensors
+from shmload._checkpoints.formats.known import OF_SEGMENTS
 from shmload._checkpoints.formats.unpickled import (
     Answer,
     Lost,
@@ -36,7 +36,7 @@ _ATTEMPTS = 2
 def unpack(
     path: _Path, fd: int, source: os.stat_result, planned: Header, go_on: Callable[[], None]
 ) -> int:
-    """Return a descriptor of a file in memory, of safetensors, with the tensors of a shard.
+    """Return a descriptor of a file in memory, like a segment, with the tensors of a shard.
 
     Args:
         path: of the shard.
@@ -60,7 +60,7 @@ def unpack(
         if not is_unchanged(source, os.fstat(fd)):
             raise ShardChanged(path)
         _require_success(path, source.st_size, answer)
-        header = safetensors.read_header(target_fd, path)
+        header = OF_SEGMENTS.read_header(target_fd, path)
         if msgspec.structs.replace(header, metadata=None, is_unpickled=True) != planned:
             raise WorkerFailed(f"{path} was unpickled to other tensors than before; load it again")
     except BaseException:

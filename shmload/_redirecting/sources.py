@@ -13,7 +13,7 @@ from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted
-from shmload._checkpoints.weights import has_blocks, why_file_is_unread
+from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
 from shmload._compat import is_in_mode
 from shmload._redirecting.arguments import Call, InDoubt
 from shmload._redirecting.patches import OF_FILES, Kind
@@ -66,17 +66,19 @@ def _require_known_file(call: Call) -> None:
     """Check that a call loads a file of this machine, in a format that shmload reads.
 
     Raises:
-        InDoubt: it does not, or it is a GGUF file: these need a `quantization_config`.
+        InDoubt: it does not, or it may have blocks, which need a `quantization_config`.
     """
     if not os.path.isfile(call.source):
         raise InDoubt("it is no file of this machine")
     try:
         why = why_file_is_unread(Path(call.source))
-        is_of_blocks = not why and has_blocks(call.source)
+        blocked = None if why else format_with_blocks(call.source)
     except (ShmloadError, OSError) as exc:
         raise InDoubt(str(exc)) from exc
-    if why or is_of_blocks:
-        raise InDoubt(str(why or "it is a GGUF file"))
+    if why:
+        raise InDoubt(str(why))
+    if blocked:
+        raise InDoubt(f"it is a {blocked.name} file")
 
 
 def _find_folder(kind: Kind, call: Call) -> Path:

@@ -16,13 +16,19 @@ from collections.abc import Callable
 from typing import Any
 
 from shmload._checkpoints.dtypes import BLOCKS, GGML_TYPES, NBITS
-from shmload._checkpoints.header import Format, Header, TensorSpec, reading
+from shmload._checkpoints.header import (
+    MAX_HEADER_NBYTES,
+    Blocks,
+    Format,
+    Header,
+    TensorSpec,
+    reading,
+)
 from shmload.errors import ShardMalformed, ShardTruncated
 from shmload.errors.sources import needing
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_HEADER_NBYTES = 100_000_000
 _FIRST_READ_NBYTES = 1 << 20
 # A file of a large language model has 50 keys, and lists of 500,000 tokens.
 _MAX_PAIRS = 1 << 16
@@ -106,8 +112,8 @@ class _Cursor:
         end = self.position + nbytes
         if end <= len(self._read):
             return
-        if end > _MAX_HEADER_NBYTES:
-            raise self.malformed(f"its header has more than {_MAX_HEADER_NBYTES:,} bytes")
+        if end > MAX_HEADER_NBYTES:
+            raise self.malformed(f"its header has more than {MAX_HEADER_NBYTES:,} bytes")
         if end > self.file_nbytes:
             raise ShardTruncated(self.path, end, self.file_nbytes)
         wanted = min(self.file_nbytes, max(end, _FIRST_READ_NBYTES, 2 * len(self._read)))
@@ -127,7 +133,7 @@ def _read(cursor: _Cursor) -> Header:
             f"its version is {version}, and shmload reads versions 2 and 3",
             "convert the model again with a recent llama.cpp, or download a newer file",
         )
-    room = min(cursor.file_nbytes, _MAX_HEADER_NBYTES)
+    room = min(cursor.file_nbytes, MAX_HEADER_NBYTES)
     most_tensors = min(room // _LEAST_TENSOR_NBYTES, _MAX_TENSORS)
     most_pairs = min(room // _LEAST_PAIR_NBYTES, _MAX_PAIRS)
     if tensors > most_tensors or pairs > most_pairs:
@@ -247,7 +253,7 @@ def _check_tensors(
         raise ShardTruncated(cursor.path, data_offset + end, cursor.file_nbytes)
 
 
-def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:
+def _dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:
     """Return what makes float32 of a row of blocks; imports the gguf package, which takes 0.1 s.
 
     Args:
@@ -270,6 +276,27 @@ def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]
     return lambda blocks: gguf.dequantize(blocks, number)
 
 
+def _parameter(spec: TensorSpec, blocks: Any, path: str | os.PathLike[str]) -> Any:
+    """Return what diffusers' `load_gguf_checkpoint` makes of a tensor.
+
+    Raises:
+        LibraryMissing: diffusers needs the gguf package for it.
+        ValueError: as there, of a kind that it does not know.
+    """
+    with needing("gguf", f"a quantised model of {path}", "gguf"):
+        import gguf
+    from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
+
+    kind = gguf.GGMLQuantizationType[spec.dtype]
+    if kind not in SUPPORTED_GGUF_QUANT_TYPES:
+        names = ", ".join(each.name for each in SUPPORTED_GGUF_QUANT_TYPES)
+        raise ValueError(
+            f"{spec.name} has a quantization type: {kind.name}, which diffusers does not support; "
+            f"it supports {names}. Give a dtype and no quantization_config to load it as floats"
+        )
+    return GGUFParameter(blocks, quant_type=kind)
+
+
 def _shown(raw: bytes) -> str:
     return repr(raw[:100].decode("utf-8", "backslashreplace"))
 
@@ -284,7 +311,12 @@ GGUF = Format(
     base_names={},  # a library is told the name
     argument="gguf_file",
     can_be_linked=False,
-    has_blocks=True,
+    blocks=Blocks(
+        kinds=BLOCKS.keys(),
+        config="GGUFQuantizationConfig",
+        dequantiser=_dequantiser,
+        parameter=_parameter,
+    ),
     recognises=_recognises,
     read_header=read_header,
 )

@@ -5,17 +5,20 @@ A library finds a model's weights by their names. So most is decided from names 
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.gguf import dequantiser as dequantiser
-from shmload._checkpoints.formats.pointer import POINTER
+from shmload._checkpoints.formats.pointer import pointers_to
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import Format, Header, read_head
 
 FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
+READ_REMOTELY = tuple(each for each in FORMATS if each.header_end)
+"""Those of files that are read in buckets and on web servers."""
+POINTER = pointers_to(FORMATS)
 OF_SEGMENTS = SAFETENSORS
 """The format of what stands in for a file of any format."""
 
@@ -66,6 +69,12 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
     """
     by_content = (known for known in (POINTER, *FORMATS) if known.recognises(head))
     return next(by_content, None) or format_named(os.fspath(path)) or FORMATS[0]
+
+
+def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:
+    """Return what makes float32 of a row of blocks of a kind; see `Blocks`."""
+    of_kind = (each.blocks for each in FORMATS if each.blocks and kind in each.blocks.kinds)
+    return next(of_kind).dequantiser(kind, path)
 
 
 def format_names(formats: Iterable[Format] | None = None) -> str:

@@ -7,14 +7,13 @@ pointer for weights: it does not begin like a file of any other format.
 
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.formats import safetensors
-from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.pytorch import PYTORCH
-from shmload._checkpoints.header import Format, Header
+from shmload._checkpoints.header import HEAD_NBYTES, MAX_HEADER_NBYTES, Format, Header
 from shmload._checkpoints.objects import fetch
 from shmload._checkpoints.remote import (
     FRONT,
@@ -30,27 +29,37 @@ from shmload._host.files import open_source, replacing
 from shmload._host.owned import belongs_here, is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
-_LENGTH_NBYTES = 8
 # One request gets the header of almost every file.
 _FIRST_NBYTES = 512 << 10
 
 
-def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+def pointers_to(formats: tuple[Format, ...]) -> Format:
+    """Return the format of files that point to objects in one of some formats."""
+    return Format(
+        name="a pointer",
+        suffixes=(),
+        base_names={},
+        can_be_linked=False,
+        recognises=lambda head: head.startswith(MAGIC),
+        read_header=partial(_read_header, formats),
+    )
+
+
+def _read_header(formats: tuple[Format, ...], fd: int, path: str | os.PathLike[str]) -> Header:
     """Read the header of the object; it is fetched once and kept beside the pointer."""
     try:
         wanted = pointed_object(fd)
     except msgspec.DecodeError as exc:
         raise ShardMalformed(path, f"the pointer is damaged: {exc}") from exc
     assert wanted is not None
-    if not wanted.url.endswith(safetensors.SAFETENSORS.suffixes):
-        kind = next(
-            (each.name for each in (GGUF, PYTORCH) if wanted.url.endswith(each.suffixes)), ""
-        )
+    named = next((each for each in formats if wanted.url.endswith(each.suffixes)), None)
+    if named is None or named.header_end is None:
+        read = " or ".join(each.name for each in formats if each.header_end)
         raise WrongFormat(
             wanted.url,
-            kind or "other",
+            named.name if named else "other",
             wanted.nbytes,
-            "only safetensors are read from a bucket or a web server; download the file first",
+            f"only {read} are read from a bucket or a web server; download the file first",
         )
     real = os.path.realpath(path)
     # It may have come with somebody else's model, and would use this user's credentials.
@@ -59,7 +68,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     front = Path(f"{real}{FRONT}")
     try:
         if not is_own(front, wanted.nbytes):
-            _fetch_front(wanted, front)
+            _fetch_front(wanted, front, named.header_end)
     except ObjectChanged as exc:
         raise ShardChanged(wanted.url) from exc
     except FetchError as exc:
@@ -69,7 +78,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
             require_own(os.fstat(opened.fd), front)
         except PermissionError as exc:
             raise ShardUnreadable(wanted.url, str(exc)) from exc
-        return safetensors.SAFETENSORS.read_header(opened.fd, wanted.url)
+        return named.read_header(opened.fd, wanted.url)
 
 
 def _why_not_own(path: str, fd: int) -> str | None:
@@ -90,7 +99,7 @@ def _why_not_own(path: str, fd: int) -> str | None:
     return None
 
 
-def _fetch_front(wanted: RemoteObject, front: Path) -> None:
+def _fetch_front(wanted: RemoteObject, front: Path, header_end: Callable[[bytes], int]) -> None:
     """Write a file with the object's length and the bytes of its header.
 
     Raises:
@@ -98,8 +107,8 @@ def _fetch_front(wanted: RemoteObject, front: Path) -> None:
         ShardUnreadable: the cache cannot be written.
     """
     first = bytes(fetch(wanted, 0, min(_FIRST_NBYTES, wanted.nbytes)))
-    end = _LENGTH_NBYTES + int.from_bytes(first[:_LENGTH_NBYTES], "little")
-    if len(first) < end <= min(wanted.nbytes, safetensors.MAX_HEADER_NBYTES):
+    end = header_end(first[:HEAD_NBYTES])
+    if len(first) < end <= min(wanted.nbytes, MAX_HEADER_NBYTES):
         first += bytes(fetch(wanted, len(first), end))
     try:
         with replacing(front, mode=0o600) as file:
@@ -112,17 +121,3 @@ def _fetch_front(wanted: RemoteObject, front: Path) -> None:
             exc.errno or errno.EIO,
             "make room there, check its permissions, or set SHMLOAD_CACHE_DIR",
         ) from exc
-
-
-def _recognises(head: bytes) -> bool:
-    return head.startswith(MAGIC)
-
-
-POINTER = Format(
-    name="a pointer",
-    suffixes=(),
-    base_names={},
-    can_be_linked=False,
-    recognises=_recognises,
-    read_header=_read_header,
-)

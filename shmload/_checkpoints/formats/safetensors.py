@@ -16,12 +16,9 @@ import msgspec
 
 from shmload._checkpoints.dtypes import NBITS
 from shmload._checkpoints.formats.foreign import refuse
-from shmload._checkpoints.header import Format, Header, TensorSpec, reading
+from shmload._checkpoints.header import MAX_HEADER_NBYTES, Format, Header, TensorSpec, reading
 from shmload.errors import ShardMalformed, ShardTruncated
 
-# The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
-MAX_HEADER_NBYTES = 100_000_000
-"""Size of the largest header that is read, in bytes."""
 _LENGTH_NBYTES = 8
 # By their bytes, for as long as somebody else keeps them.
 _kept: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
@@ -200,6 +197,10 @@ def _recognises(head: bytes) -> bool:
     return head[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{" and length <= MAX_HEADER_NBYTES
 
 
+def _header_end(head: bytes) -> int:
+    return _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
+
+
 SAFETENSORS = Format(
     name="safetensors",
     suffixes=(".safetensors",),
@@ -207,7 +208,7 @@ SAFETENSORS = Format(
     base_names={"diffusers": "diffusion_pytorch_model", "transformers": "model"},
     use_safetensors=True,
     can_be_linked=True,
-    is_read_remotely=True,
+    header_end=_header_end,
     recognises=_recognises,
     read_header=read_header,
 )

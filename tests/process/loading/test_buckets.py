@@ -21,7 +21,7 @@ import shmload
 from benchmarks import single_files
 from shmload._building import single_file
 from shmload._checkpoints import objects, web_server
-from shmload._checkpoints.formats import pointer
+from shmload._checkpoints.formats import known, pointer
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
@@ -317,7 +317,7 @@ def test_pointer_that_took_the_place_of_an_own_one_is_not_followed(server, tmp_p
         path.unlink()
         path.symlink_to(mirror(Wanted(source=URL)) / "vae" / "diffusion_pytorch_model.safetensors")
         with pytest.raises(shmload.ShardMalformed, match="was replaced"):
-            pointer.POINTER.read_header(file.fileno(), path)
+            known.POINTER.read_header(file.fileno(), path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give links away")

@@ -1,4 +1,4 @@
-"""Makes models of GGUF files: of their blocks as they are, or as floats.
+"""Makes models of files with quantised blocks: of the blocks as they are, or as floats.
 
 `from_single_file` also takes a dict of tensors. For blocks it gets the one that diffusers would
 read from the file, but mapped from the segment. So what is left for it to do is to rename and to
@@ -15,15 +15,15 @@ from shmload._building.single_file import SingleFileMaker
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.known import read_header
+from shmload._checkpoints.header import Blocks
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule
-from shmload._checkpoints.weights import has_blocks
+from shmload._checkpoints.weights import format_with_blocks
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload._loading.plan import Action
 from shmload._loading.shard import OpenShard
 from shmload._loading.state_dict import wrap
-from shmload.errors.sources import needing
 
 
 def maker_of_file(
@@ -34,16 +34,17 @@ def maker_of_file(
     Args:
         wanted: the class, as for `SingleFileMaker`.
         path: of the file.
-        kwargs: for `from_single_file`. With a `quantization_config` the weights of a GGUF file stay
-            quantised.
+        kwargs: for `from_single_file`. With a `quantization_config` quantised weights stay as they
+            are.
 
     Raises:
         ArgumentError: as `SingleFileMaker`.
     """
-    if not has_blocks(path):
+    found = format_with_blocks(path)
+    if not found or not found.blocks:
         return SingleFileMaker(wanted)
     if kwargs.get("quantization_config"):
-        return BlocksMaker(wanted, path, kwargs["quantization_config"])
+        return BlocksMaker(wanted, path, found.blocks, kwargs["quantization_config"])
     return FloatsMaker(wanted)
 
 
@@ -59,6 +60,7 @@ class BlocksMaker(SingleFileMaker):
     Args:
         wanted: as for `SingleFileMaker`.
         path: of the file.
+        blocks: what is done with its format's blocks.
         config: the `quantization_config`, which names the dtype to compute with.
 
     Raises:
@@ -67,8 +69,11 @@ class BlocksMaker(SingleFileMaker):
 
     keeps_blocks = True
 
-    def __init__(self, wanted: object, path: str | os.PathLike[str], config: Any) -> None:
+    def __init__(
+        self, wanted: object, path: str | os.PathLike[str], blocks: Blocks, config: Any
+    ) -> None:
         super().__init__(wanted)
+        self._blocks = blocks
         self._path = Path(path)
         self._compute_dtype = getattr(config, "compute_dtype", None)
 
@@ -99,11 +104,7 @@ class BlocksMaker(SingleFileMaker):
 
     @contextlib.contextmanager
     def _weights(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-        """Yield mapped tensors.
-
-        Raises:
-            LibraryMissing: diffusers needs the gguf package for them.
-        """
+        """Yield mapped tensors."""
         from shmload._building.movement import Joins
 
         with Descriptor(open_source(Path(path))) as segment:
@@ -112,35 +113,20 @@ class BlocksMaker(SingleFileMaker):
                 yield tensors
 
     def _read_tensors(self, fd: int) -> dict[str, Any]:
-        """Return what diffusers' `load_gguf_checkpoint` returns, over a segment.
+        """Return what the libraries' reader of the format returns, over a segment.
 
         Raises:
+            LibraryMissing: the library needs another package for them.
             ValueError: as there, of a kind that it does not know.
         """
-        with needing("gguf", f"a quantised model of {self._path}", "gguf"):
-            import gguf
         import torch
-        from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter
 
         stored = wrap(fd, os.fspath(self._path))
         with Descriptor(open_source(self._path)) as file:
             header = read_header(file.fd, self._path)
-        found = {}
-        for spec in header.tensors:
-            tensor = stored[spec.name]
-            if spec.dtype not in PLAIN_KINDS:
-                kind = gguf.GGMLQuantizationType[spec.dtype]
-                if kind not in SUPPORTED_GGUF_QUANT_TYPES:
-                    raise _refuse(spec.name, kind, SUPPORTED_GGUF_QUANT_TYPES)
-                tensor = GGUFParameter(tensor.view(torch.uint8), quant_type=kind)
-            found[spec.name] = tensor
-        return found
-
-
-def _refuse(name: str, kind: Any, supported: Any) -> ValueError:
-    """Return the error of diffusers for a kind that it does not know."""
-    names = ", ".join(each.name for each in supported)
-    return ValueError(
-        f"{name} has a quantization type: {kind.name}, which diffusers does not support; it "
-        f"supports {names}. Give a dtype and no quantization_config to load it as floats"
-    )
+        return {
+            spec.name: stored[spec.name]
+            if spec.dtype in PLAIN_KINDS
+            else self._blocks.parameter(spec, stored[spec.name].view(torch.uint8), self._path)
+            for spec in header.tensors
+        }
