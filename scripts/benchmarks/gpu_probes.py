@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.probes import Numbers
+from benchmarks.probes import Numbers, status_nbytes
 
 _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
 # The device for other libraries; shmload always gets "cuda".
@@ -120,14 +120,14 @@ def load(way: str, small: str, source: str, max_host_memory: str | None = None) 
     call(small)
     _tidy_up()
     rings = _note_rings() if way == "shmload" else []
-    before = _reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    resident, files = status_nbytes("VmRSS"), status_nbytes("RssFile")
     call_s = _time(partial(call, source))
-    after = _memory()
     # Files still mapped, such as libraries, stay mapped for the life of the process.
-    from_files = max(0, after["RssFile"] - before["RssFile"])
+    from_files = max(0, status_nbytes("RssFile") - files)
     return {
         "call_s": call_s,
-        "host_nbytes": after["VmHWM"] - before["VmRSS"] - from_files,
+        "host_nbytes": status_nbytes("VmHWM") - resident - from_files,
         "ring_nbytes": max(rings, default=0),
     }
 
@@ -184,17 +184,6 @@ def _note_rings() -> list[int]:
 
     Ring.__init__ = noted  # type: ignore[method-assign]
     return sizes
-
-
-def _reset_peak() -> Numbers:
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory()
-
-
-def _memory() -> Numbers:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS", "RssFile")))
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
 # Copies -------------------------------------------------------------------------------------------

@@ -4,15 +4,15 @@ It runs alone on the machine, or the judges wait for an idle one. Each load is m
 judge has found stays.
 """
 
-import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Self
+
+from proc import pids_with, stat_of
 
 from benchmarks.bench import Bench, Suite
 from benchmarks.figures import Figure, Sample, labelled
@@ -24,7 +24,6 @@ _TOGETHER = 24
 _CLASSES_TOGETHER = 3
 _LOOK_S = 0.05
 _PROGRAM = "from shmload._building.judging import main"
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def measure_at_once(bench: Bench) -> list[Figure]:
@@ -125,23 +124,16 @@ class _Judges(threading.Thread):
 
     def run(self) -> None:
         while not self._ending.wait(_LOOK_S):
-            found = dict(self._look())
+            mine = {pid: stat_of(pid) for pid in pids_with(self._runtime, file="environ")}
+            found = {pid: stat for pid, stat in mine.items() if stat and _is_judge(pid)}
             # Its examiners have its command line, too.
-            judges = {pid: cpu_s for pid, (parent, cpu_s) in found.items() if parent not in found}
+            judges = {pid: s.cpu_s for pid, s in found.items() if s.parent not in found}
             self._cpu_s |= judges
             self.most_at_once = max(self.most_at_once, len(judges))
 
-    def _look(self) -> Iterator[tuple[int, tuple[int, float]]]:
-        """Yield each process with the judge's program: its parent and its processor time."""
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                if (
-                    any(_PROGRAM in word for word in command_of(pid))
-                    and self._runtime in environment
-                ):
-                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    yield pid, (int(fields[1]), sum(map(int, fields[11:15])) * _TICK_S)
+
+def _is_judge(pid: int) -> bool:
+    return any(_PROGRAM in word for word in command_of(pid))
 
 
 SUITE = Suite(

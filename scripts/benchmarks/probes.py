@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from shmload._host.procfs import rollup_nbytes
+
 Numbers = dict[str, float]
 
 _PAGE_NBYTES = 4096
@@ -115,17 +117,18 @@ def private_nbytes() -> int:
     Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
     process maps it.
     """
-    return _nbytes_of("self", "smaps_rollup", "Anonymous:") + _nbytes_of("self", "status", "VmPTE:")
+    return rollup_nbytes(os.getpid(), "Anonymous:") + status_nbytes("VmPTE")
 
 
 def pss_nbytes(pids: Iterable[int]) -> int:
     """Return the memory of some processes together; shared pages count once."""
-    return sum(_nbytes_of(pid, "smaps_rollup", "Pss:") for pid in pids)
+    return sum(rollup_nbytes(pid, "Pss:") for pid in pids)
 
 
-def _nbytes_of(pid: int | str, file: str, key: str) -> int:
-    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+def status_nbytes(kind: str) -> int:
+    """Return an amount in this process's status, such as `VmHWM`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
 def warm(source: str, workers: int | None = None) -> Numbers:

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from proc import pids_with, stat_of
+
 from benchmarks.bench import Bench, ProbeFailed, Suite, Way
 from benchmarks.figures import Figure, Result, Rounds, Sample, better, labelled, sample_of, speed_up
 from benchmarks.load import PARALLEL
+from shmload._host.procfs import rollup_nbytes
 
 _FIRST_LINES = 5  # a first line takes tens of milliseconds: take more rounds
 _ROUNDS = 8
@@ -328,16 +331,12 @@ def _prepared_share(results: list[Result]) -> Sample:
 
 def _private_nbytes(runtime: Path) -> list[float]:
     """Return the private memory of each process of the templates here, but for the templates."""
-    mine = os.fsencode(runtime)
-    found: dict[int, tuple[int, float]] = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if mine in Path("/proc", entry, "cmdline").read_bytes():
-                parent = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1]
-                lines = Path("/proc", entry, "smaps_rollup").read_text().splitlines()
-                private = sum(int(line.split()[1]) << 10 for line in lines if "Private_" in line)
-                found[int(entry)] = (int(parent), private)
-    return [nbytes for parent, nbytes in found.values() if parent in found]
+    found = {pid: stat_of(pid) for pid in pids_with(os.fsencode(runtime), file="cmdline")}
+    return [
+        float(rollup_nbytes(pid, "Private_"))
+        for pid, stat in found.items()
+        if stat and stat.parent in found
+    ]
 
 
 SUITE = Suite(

@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
+
+from proc import children, open_files
 
 from benchmarks.attach import Attach
 from benchmarks.bench import Bench, Suite
@@ -255,10 +256,9 @@ def rounds(source: str, count: int) -> Numbers:
 
 
 def _held() -> Numbers:
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "children": sum(map(len, children)),
+        "descriptors": len(open_files("self")),
+        "children": len(children("self")),
         "names": sum(name.startswith("shmload-") for name in os.listdir("/dev/shm")),
         "private_nbytes": private_nbytes(),
     }

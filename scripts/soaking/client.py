@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from proc import open_files
 from safetensors.torch import load_file
 
 import shmload
@@ -68,20 +69,13 @@ def leftovers() -> Answer:
     """Drop everything; return the descriptors, mappings and threads that are left."""
     _held.clear()
     gc.collect()
-    open_files = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:  # the descriptor of the listing itself
-            continue
-        ours = ("/dev/shm/", "/memfd:", "socket:", "anon_inode:[pidfd]")
-        if target.startswith(ours) or ".safetensors" in target:
-            open_files.append(target)
+    ours = ("/dev/shm/", "/memfd:", "socket:", "anon_inode:[pidfd]")
+    held = [f for f in open_files("self") if f.startswith(ours) or ".safetensors" in f]
     mapped = [
         line for line in Path("/proc/self/maps").read_text().split("\n") if "/dev/shm/" in line
     ]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("shmload")]
-    return {"left": [*open_files, *mapped, *threads]}
+    return {"left": [*held, *mapped, *threads]}
 
 
 OPERATIONS: dict[str, Callable[..., Answer]] = {

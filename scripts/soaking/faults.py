@@ -9,7 +9,9 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
-from soaking.processes import Client, children, hold
+from proc import children
+
+from soaking.processes import Client, hold
 from soaking.report import Report
 from soaking.service import Service
 from soaking.sources import Shard, Source

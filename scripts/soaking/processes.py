@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from proc import open_files, pids_with
+
+from shmload._host.procfs import command_of
+
 _MARK = "SHMLOAD_SOAK_MARK"
 _CLIENT = Path(__file__).with_name("client.py")
 _SCRIPTS = Path(__file__).parents[1]
@@ -97,14 +101,8 @@ class Surroundings:
 
     def alive(self) -> dict[int, str]:
         """Return the command line of every process of this soak by pid, orphans included."""
-        wanted = f"{_MARK}={self._mark}".encode()
-        found = {}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(pid)] = line.decode(errors="replace")
-        return found
+        mark = f"{_MARK}={self._mark}".encode()
+        return {pid: " ".join(command_of(pid)) for pid in pids_with(mark, file="environ")}
 
     def kill_all(self) -> None:
         """Kill all processes that are left, stopped ones too."""
@@ -194,25 +192,10 @@ class Client:
             return self.process.wait(10)
 
 
-def children(pid: int) -> list[int]:
-    """Return the pids of a process's children, oldest first."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found.update(map(int, path.read_text().split()))
-    return sorted(found)
-
-
 def open_weights(pid: int) -> list[str]:
     """Return the shards and shared memory objects that a process has open."""
-    found = []
-    with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{number}")
-                if target.startswith("/dev/shm/") or ".safetensors" in target:
-                    found.append(f"{pid} {target}")
-    return found
+    files = open_files(pid)
+    return [f"{pid} {f}" for f in files if f.startswith("/dev/shm/") or ".safetensors" in f]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from soaking.processes import Surroundings, children, open_weights
+from proc import children
+
+from soaking.processes import Surroundings, open_weights
 
 if TYPE_CHECKING:
     import subprocess

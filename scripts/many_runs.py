@@ -4,18 +4,21 @@
 The template may hold no more descriptors, threads, children, zombies, files and names than after
 the first runs, and memory of one arena (1 MiB) more. Exit code 1 if it holds more.
 
-    .venv/bin/python scripts/soaking/many_runs.py --runs 1000
+    .venv/bin/python scripts/many_runs.py --runs 1000
 """
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import click
+from proc import children, open_files, stat_of
+from soaking.place import Place
+
+from shmload._host.procfs import rollup_nbytes
 
 _PROGRAMS = (
     "pass",
@@ -35,17 +38,17 @@ _SLACK = {"memory kB": 1024, "mappings": 1}
 @click.option("--import", "modules", multiple=True, help="Of the template, instead of the usual.")
 def main(runs: int, modules: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(prefix="runs-", dir="/tmp") as folder:
-        environment = os.environ | {"XDG_RUNTIME_DIR": folder}
-        pid = _start(modules, environment)
+        place = Place(Path(folder))
+        pid = _start(modules, place)
         before, names = {}, set()
         ordinary = 0
         for number in range(runs):
             if number == _FIRST_RUNS:
-                before, names = _settled(pid), _names(folder)
-            ordinary += _run(_PROGRAMS[number % len(_PROGRAMS)], environment)
+                before, names = _settled(pid), _names(place.folder)
+            ordinary += _run(_PROGRAMS[number % len(_PROGRAMS)], place)
         after = _settled(pid, before)
-        new = sorted(_names(folder) - names)
-        _shmload(["template", "stop"], environment)
+        new = sorted(_names(place.folder) - names)
+        place.shmload("template", "stop")
     click.echo(f"{runs} runs, {ordinary} of them in the ordinary way")
     for name, value in after.items():
         click.echo(f"{name:12} {before[name]:>12} then {value:>12}")
@@ -54,23 +57,16 @@ def main(runs: int, modules: tuple[str, ...]) -> None:
     sys.exit(1 if grown or new or ordinary else 0)
 
 
-def _start(modules: tuple[str, ...], environment: dict[str, str]) -> int:
+def _start(modules: tuple[str, ...], place: Place) -> int:
     imports = [f"--import={name}" for name in modules]
-    started = _shmload(["template", "warm", "--json", *imports], environment)
-    return int(json.loads(started.stdout)["template"]["pid"])
+    started = place.python("-m", "shmload", "template", "warm", "--json", *imports)
+    return int(json.loads(started)["template"]["pid"])
 
 
-def _run(code: str, environment: dict[str, str]) -> int:
+def _run(code: str, place: Place) -> int:
     """Run a program; return 1 if Python ran it in the ordinary way."""
-    ended = _shmload(["run", "-v", "-c", code], environment, check=False)
+    ended = place.shmload("run", "-v", "-c", code)
     return int("in the ordinary way" in ended.stderr)
-
-
-def _shmload(
-    words: list[str], environment: dict[str, str], *, check: bool = True
-) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "shmload", *words]
-    return subprocess.run(command, env=environment, check=check, capture_output=True, text=True)
 
 
 def _settled(pid: int, wanted: dict[str, int] | None = None) -> dict[str, int]:
@@ -87,32 +83,22 @@ def _settled(pid: int, wanted: dict[str, int] | None = None) -> dict[str, int]:
 
 
 def _held(pid: int) -> dict[str, int]:
-    process = Path(f"/proc/{pid}")
-    children = (process / f"task/{pid}/children").read_text().split()
-    states = [_state_of(child) for child in children]
-    rollup = (process / "smaps_rollup").read_text().splitlines()
-    # Not the private pages: a page is private or shared by what the newest copy has written.
-    memory = sum(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
+    below = children(pid)
+    stats = [stat_of(child) for child in below]
     return {
-        "descriptors": len(os.listdir(process / "fd")),
-        "threads": len(os.listdir(process / "task")),
-        "children": len(children),
-        "zombies": states.count("Z"),
-        "mappings": len((process / "maps").read_text().splitlines()),
-        "memory kB": memory,
+        "descriptors": len(open_files(pid)),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+        "children": len(below),
+        "zombies": sum(stat is not None and stat.state == "Z" for stat in stats),
+        "mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
+        # Not the private pages: a page is private or shared by what the newest copy has written.
+        "memory kB": rollup_nbytes(pid, "Anonymous:") >> 10,
     }
 
 
-def _state_of(child: str) -> str:
-    try:
-        return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-
-
-def _names(folder: str) -> set[str]:
+def _names(folder: Path) -> set[str]:
     shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    return shared | {str(path) for path in Path(folder).rglob("*")}
+    return shared | {str(path) for path in (folder / "run").rglob("*")}
 
 
 def _is_more(name: str, before: int, after: int) -> bool:

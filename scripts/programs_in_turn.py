@@ -7,7 +7,7 @@ interpreter. Each program must get the bytes that its source had during its run,
 new process and random numbers of its own, and end within a deadline. Afterwards no process may be
 left. Exit code 1 if a run breaks this.
 
-    .venv/bin/python scripts/soaking/programs_in_turn.py --seconds 1800 --seed 1
+    .venv/bin/python scripts/programs_in_turn.py --seconds 1800 --seed 1
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from collections import Counter
 from pathlib import Path
 
 import click
-from stage import take_own_shared_memory
+from soaking.place import Place
+from soaking.stage import take_own_shared_memory
 
-_DEADLINE_S = 90.0
 _END_TIMEOUT_S = 60.0
 _SHM_NBYTES = 1 << 30
 _VERSIONS = 3
@@ -102,14 +102,7 @@ class Turns:
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
         self._rng = random.Random(seed)
-        runtime = folder / "run"
-        runtime.mkdir(mode=0o700)
-        self._environment = os.environ | {
-            "XDG_RUNTIME_DIR": str(runtime),
-            "SHMLOAD_CACHE_DIR": str(folder / "cache"),
-            "PYTHONPATH": str(folder / "packages"),
-        }
-        self._marks = os.fsencode(runtime)
+        self._place = Place(folder, PYTHONPATH=str(folder / "packages"))
         self.counts: Counter[str] = Counter()
         self.findings: list[str] = []
         self.longest_s = 0.0
@@ -125,40 +118,20 @@ class Turns:
         (self._folder / "again.py").write_text(_LOADS)
         (self._folder / "pollutes.py").write_text("import polluted\n")
         stored = self._folder / "stored"
-        self._python("-c", _MAKE, str(stored), str(_VERSIONS))
+        self._place.python("-c", _MAKE, str(stored), str(_VERSIONS))
         versions = [f"{stored}-{version}" for version in range(_VERSIONS)]
-        self._digests = self._python("-c", _EXPECTED, *versions).split()
+        self._digests = self._place.python("-c", _EXPECTED, *versions).split()
         first, second = self._sources
         shutil.copytree(versions[0], first)
         shutil.copytree(versions[0], second)
         # As in a composed pipeline: the folder of a component is a link.
         (second / "unet").rename(self._folder / "linked")
         (second / "unet").symlink_to(self._folder / "linked")
-        self._state = json.loads(self._python(self._folder / "loads.py", self._sources[0]))[1]
+        self._state = json.loads(self._place.python(self._folder / "loads.py", self._sources[0]))[1]
 
     @property
     def _sources(self) -> tuple[Path, Path]:
         return self._folder / "first", self._folder / "second"
-
-    def _python(self, *words: object) -> str:
-        """Run Python; return what it prints."""
-        done = self._start(*words)
-        done.check_returncode()
-        return done.stdout
-
-    def _shmload(self, *words: object) -> "subprocess.CompletedProcess[str]":
-        """Call the command `shmload`, which may fail."""
-        return self._start("-m", "shmload", *words)
-
-    def _start(self, *words: object) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, *map(str, words)],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_S,
-        )
 
     def step(self) -> None:
         """Run one program, perhaps after a fault."""
@@ -178,9 +151,9 @@ class Turns:
     def _run(self, script: str, number: int, what: str) -> None:
         began = time.monotonic()
         try:
-            done = self._shmload("run", "-v", self._folder / script, self._sources[number])
+            done = self._place.shmload("run", "-v", self._folder / script, self._sources[number])
         except subprocess.TimeoutExpired:
-            self.findings.append(f"{what}: it did not end within {_DEADLINE_S:g} s")
+            self.findings.append(f"{what}: it did not end in time")
             return
         self.longest_s = max(self.longest_s, time.monotonic() - began)
         try:
@@ -212,7 +185,7 @@ class Turns:
         target.with_suffix(".new").replace(target)
 
     def _evict(self) -> None:
-        self._shmload("rm", self._rng.choice(self._sources))
+        self._place.shmload("rm", self._rng.choice(self._sources))
 
     def _kill(self) -> None:
         self._signal_one(signal.SIGKILL)
@@ -231,32 +204,23 @@ class Turns:
     def _signal_one(self, number: int) -> int | None:
         """Send a signal to a process of the templates; return its pid, or None without one."""
         with contextlib.suppress(ProcessLookupError):
-            if pids := self._alive():
+            if pids := self._place.alive():
                 pid = self._rng.choice(pids)
                 os.kill(pid, number)
                 return pid
         return None
 
     def _pollute(self) -> None:
-        self._shmload("run", self._folder / "pollutes.py")
+        self._place.shmload("run", self._folder / "pollutes.py")
 
     # The end --------------------------------------------------------------------------------------
-
-    def _alive(self) -> list[int]:
-        """Return the processes of the templates here."""
-        found = []
-        for entry in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                if entry.isdigit() and self._marks in Path("/proc", entry, "cmdline").read_bytes():
-                    found.append(int(entry))
-        return found
 
     def end(self) -> None:
         """End the templates and look for processes that are left."""
         deadline = time.monotonic() + _END_TIMEOUT_S
-        while (alive := self._alive()) and time.monotonic() < deadline:
+        while (alive := self._place.alive()) and time.monotonic() < deadline:
             # Again: one that still imports does not listen yet.
-            self._shmload("template", "stop")
+            self._place.shmload("template", "stop")
         if alive:
             self.findings.append(f"processes are left: {alive}")
         for pid in alive:
