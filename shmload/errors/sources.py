@@ -184,7 +184,7 @@ class ShardMalformed(CheckpointError):
         self,
         path: _Path,
         reason: str,
-        format_name: str = "safetensors",
+        format_name: str,
         remedy: str = "download it again",
     ) -> None:
         self.path = path
@@ -196,7 +196,7 @@ class WrongFormat(ShardMalformed):
     """A file is of a kind that shmload does not read.
 
     Attributes:
-        kind: its kind, such as `GGUF`.
+        kind: its kind, such as `HDF5`.
         nbytes: its size, in bytes.
     """
 
@@ -208,8 +208,8 @@ class WrongFormat(ShardMalformed):
         noun = "" if " " in kind or kind == "text" else " file"
         CheckpointError.__init__(
             self,
-            f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), not safetensors: "
-            f"{remedy}",
+            f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), which shmload does not "
+            f"read: {remedy}",
         )
 
 

@@ -29,6 +29,7 @@ from shmload._host.files import open_source, replacing
 from shmload._host.owned import belongs_here, is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
+_NAME = "pointer"
 # One request gets the header of almost every file.
 _FIRST_NBYTES = 512 << 10
 
@@ -36,7 +37,7 @@ _FIRST_NBYTES = 512 << 10
 def pointers_to(formats: tuple[Format, ...]) -> Format:
     """Return the format of files that point to objects in one of some formats."""
     return Format(
-        name="a pointer",
+        name=_NAME,
         suffixes=(),
         base_names={},
         can_be_linked=False,
@@ -50,7 +51,7 @@ def _read_header(formats: tuple[Format, ...], fd: int, path: str | os.PathLike[s
     try:
         wanted = pointed_object(fd)
     except msgspec.DecodeError as exc:
-        raise ShardMalformed(path, f"the pointer is damaged: {exc}") from exc
+        raise ShardMalformed(path, f"it is damaged: {exc}", _NAME) from exc
     assert wanted is not None
     named = next((each for each in formats if wanted.url.endswith(each.suffixes)), None)
     if named is None or named.header_end is None:
@@ -64,7 +65,7 @@ def _read_header(formats: tuple[Format, ...], fd: int, path: str | os.PathLike[s
     real = os.path.realpath(path)
     # It may have come with somebody else's model, and would use this user's credentials.
     if why := _why_not_own(real, fd):
-        raise ShardMalformed(path, f"it points to an object, and {why}", remedy="give the URL")
+        raise ShardMalformed(path, f"it points to an object, and {why}", _NAME, "give the URL")
     front = Path(f"{real}{FRONT}")
     try:
         if not is_own(front, wanted.nbytes):

@@ -19,6 +19,7 @@ from shmload._checkpoints.formats.foreign import refuse
 from shmload._checkpoints.header import MAX_HEADER_NBYTES, Format, Header, TensorSpec, reading
 from shmload.errors import ShardMalformed, ShardTruncated
 
+_NAME = "safetensors"
 _LENGTH_NBYTES = 8
 # By their bytes, for as long as somebody else keeps them.
 _kept: "weakref.WeakValueDictionary[bytes, Header]" = weakref.WeakValueDictionary()
@@ -53,7 +54,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_NBYTES:
-        raise ShardMalformed(path, f"its first 8 bytes claim a header of {length} bytes")
+        raise _malformed(path, f"its first 8 bytes claim a header of {length} bytes")
     if _LENGTH_NBYTES + length > file_nbytes:
         raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
     raw = os.pread(fd, length, _LENGTH_NBYTES)
@@ -62,7 +63,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     if file_nbytes < wanted:
         raise ShardTruncated(path, wanted, file_nbytes)
     if file_nbytes > wanted:
-        raise ShardMalformed(path, f"{file_nbytes - wanted} bytes follow the last tensor")
+        raise _malformed(path, f"{file_nbytes - wanted} bytes follow the last tensor")
     return header
 
 
@@ -83,7 +84,7 @@ def parse_header(raw: bytes, path: str | os.PathLike[str]) -> Header:
 
 def _parse(raw: bytes, path: str | os.PathLike[str]) -> Header:
     if not raw.startswith(b"{"):
-        raise ShardMalformed(path, "its header does not start with a JSON object")
+        raise _malformed(path, "its header does not start with a JSON object")
     try:
         entries = _OBJECT.decode(raw)
         if not _has_unique_keys(raw, entries):
@@ -95,15 +96,15 @@ def _parse(raw: bytes, path: str | os.PathLike[str]) -> Header:
     except (ValueError, RecursionError) as exc:
         # ValueError is the base of what json and msgspec raise: bad JSON, bad UTF-8, wrong types.
         reason = "nesting too deep" if isinstance(exc, RecursionError) else str(exc)[:200]
-        raise ShardMalformed(path, f"its header is wrong ({reason})") from exc
+        raise _malformed(path, f"its header is wrong ({reason})") from exc
     if not _is_string_map(metadata):
-        raise ShardMalformed(path, "its __metadata__ is not a map of strings")
+        raise _malformed(path, "its __metadata__ is not a map of strings")
     specs.sort(key=lambda spec: (spec.begin, spec.end))
     position = 0
     for spec in specs:
         if spec.begin != position:
             kind = "overlaps the one before it" if spec.begin < position else "follows a hole"
-            raise ShardMalformed(path, f"tensor {spec.name!r} {kind}")
+            raise _malformed(path, f"tensor {spec.name!r} {kind}")
         position = spec.end
     return Header(tensors=tuple(specs), metadata=metadata, data_offset=_LENGTH_NBYTES + len(raw))
 
@@ -128,6 +129,10 @@ def build_header(
     raw = msgspec.json.encode(entries)
     raw += b" " * (-(_LENGTH_NBYTES + len(raw)) % alignment)
     return len(raw).to_bytes(_LENGTH_NBYTES, "little") + raw
+
+
+def _malformed(path: str | os.PathLike[str], reason: str) -> ShardMalformed:
+    return ShardMalformed(path, reason, _NAME)
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -178,17 +183,17 @@ def _is_string_map(value: object) -> bool:
 def _check_tensor(name: str, entry: _Entry, path: str | os.PathLike[str]) -> TensorSpec:
     nbits = NBITS.get(entry.dtype)
     if nbits is None:
-        raise ShardMalformed(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}")
+        raise _malformed(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}")
     for size in entry.shape:
         nbits *= size
     begin, end = entry.data_offsets
     if nbits != 8 * (end - begin):
-        raise ShardMalformed(
+        raise _malformed(
             path, f"tensor {name!r} of shape {entry.shape} does not have {end - begin} bytes"
         )
     # Without elements, too: torch computes the strides.
     if not nbits and math.prod(filter(None, entry.shape)) > _MAX_COUNT:
-        raise ShardMalformed(path, f"tensor {name!r} has the shape {entry.shape}")
+        raise _malformed(path, f"tensor {name!r} has the shape {entry.shape}")
     return TensorSpec(name, entry.dtype, entry.shape, begin, end)
 
 
@@ -202,7 +207,7 @@ def _header_end(head: bytes) -> int:
 
 
 SAFETENSORS = Format(
-    name="safetensors",
+    name=_NAME,
     suffixes=(".safetensors",),
     # diffusers.utils.SAFETENSORS_WEIGHTS_NAME, transformers.utils.SAFE_WEIGHTS_NAME
     base_names={"diffusers": "diffusion_pytorch_model", "transformers": "model"},
