@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from shmload._host.procfs import huge_page_policy
+
 _PACKAGES = (
     "shmload",
     "torch",
@@ -42,11 +44,6 @@ def describe_machine(gpu: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def available_nbytes() -> int:
-    """Return the kernel's estimate of the memory available without swapping, in bytes."""
-    return int(_field(Path("/proc/meminfo"), "MemAvailable").split()[0]) * 1024
-
-
 def _version_of(package: str) -> str:
     """Return a package's version; a package on the path need not be installed."""
     try:
@@ -64,12 +61,7 @@ def _field(path: Path, name: str) -> str:
 
 
 def _chosen(name: str) -> str:
-    """Return the choice in brackets, as `madvise` in `always [madvise] never`."""
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
-    except OSError:
-        return "unknown"
-    return text.partition("[")[2].partition("]")[0]
+    return huge_page_policy(Path("/sys/kernel/mm/transparent_hugepage", name)) or "unknown"
 
 
 def _commit() -> str:

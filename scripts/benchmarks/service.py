@@ -10,9 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 from proc import children, open_files
 
@@ -32,6 +32,7 @@ _CLIENTS = 32
 _CALLS = 20
 _ROUNDS = 200
 _TICK_S = 0.01
+_LOOK_S = 0.05
 _BUDGET = "8GiB"
 _ALONE = {"SHMLOAD_SERVICE": "off"}
 
@@ -41,33 +42,22 @@ def running_service(bench: Bench, *arguments: str) -> Iterator[dict[str, str]]:
     """Run a service; yield the environment variables that lead clients to it."""
     with tempfile.TemporaryDirectory(prefix="shmload-bench-") as folder:
         variables = {"SHMLOAD_SOCKET": f"{folder}/run/service.sock", "SHMLOAD_SERVICE": "require"}
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shmload", "serve", "--budget", _BUDGET, *arguments],
-            env=bench.environment | variables,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        # A full stderr pipe would block the service.
-        draining = threading.Thread(target=deque, args=(process.stderr, 0))
-        with process:
-            try:
-                _wait_until_ready(process)
-                draining.start()
-                yield variables
-            finally:
-                process.kill()
-                if draining.ident:
-                    draining.join()
-
-
-def _wait_until_ready(service: "subprocess.Popen[str]") -> None:
-    assert service.stderr
-    heard = []
-    for line in service.stderr:
-        if "serving at" in line:
-            return
-        heard.append(line)
-    raise RuntimeError(f"the service did not start: {''.join(heard)}")
+        log = Path(folder, "log")
+        with log.open("wb") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "shmload", "serve", "--budget", _BUDGET, *arguments],
+                env=bench.environment | variables,
+                stderr=said,
+            )
+        try:
+            while "serving at" not in log.read_text():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the service did not start: {log.read_text()}")
+                time.sleep(_LOOK_S)
+            yield variables
+        finally:
+            process.kill()
+            process.wait()
 
 
 def measure_attach(bench: Bench) -> list[Figure]:

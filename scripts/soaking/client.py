@@ -21,7 +21,7 @@ from proc import open_files
 from safetensors.torch import load_file
 
 import shmload
-from soaking.history import digest_tensors
+from soaking.sources import digest_tensors
 
 Answer = dict[str, Any]
 _held: dict[str, torch.Tensor] = {}

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from proc import children
 
-from soaking.processes import Client, hold
+from soaking.processes import Client, Service, hold
 from soaking.report import Report
-from soaking.service import Service
 from soaking.sources import Shard, Source
 from soaking.stage import ballast
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from soaking.history import Version
-from soaking.sources import TARGETS, Shard, Source
+from soaking.sources import TARGETS, Shard, Source, Version
 
 _OPERATIONS = ("load",) * 9 + ("view", "warm", "check") * 3 + ("evict", "verify", "collect")
 

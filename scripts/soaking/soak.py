@@ -14,9 +14,8 @@ from pathlib import Path
 from soaking import operations
 from soaking.driver import Driver
 from soaking.faults import Faults, Pauses
-from soaking.processes import Client, Surroundings
+from soaking.processes import Client, Service, Surroundings
 from soaking.report import Report
-from soaking.service import Service
 from soaking.sources import Source, make_sources
 from soaking.stage import age_views, names
 
