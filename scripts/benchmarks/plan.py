@@ -32,6 +32,7 @@ from shmload._placement.modules import Component, join
 from shmload._placement.placement import place
 from shmload._placement.spots import Cost
 from shmload._placement.strategies import rooms_of
+from shmload._tables import Page, Table
 
 RIGS = {
     "1x8": "8GiB",
@@ -47,6 +48,30 @@ _UNITS = ("", "GiB", "GiB", "GiB", "", "", "ms", "", "each step, once, cuts, ful
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement: its cost, how long it took to plan, and how it was made."""
+
+    cost: Cost
+    seconds: float
+    way: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what the table shows of it."""
+        return (
+            f"{self.cost.step_nbytes / 2**30:.2f}",
+            f"{self.cost.once_nbytes / 2**30:.2f}",
+            str(self.cost.cuts),
+            f"{self.cost.fullest:.1%}",
+            f"{self.seconds * 1000:.0f}",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for `json.dump`."""
+        way = {"way": self.way} if self.way else {}
+        return self.cost._asdict() | {"seconds": self.seconds} | way
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """A pipeline on a rig: the placement of shmload, and the best of the others."""
 
@@ -54,16 +79,13 @@ class Pair:
     rig: str
     modules: int
     """Number of modules of the pipeline."""
-    ours: Cost
-    our_seconds: float
-    theirs: Cost
-    their_seconds: float
-    their_way: str
+    ours: Placed
+    theirs: Placed
 
     @property
     def verdict(self) -> str:
         """`better`, `equal` or `worse`, by bytes at each step, cuts and the fullest device."""
-        ours, theirs = rank(self.ours), rank(self.theirs)
+        ours, theirs = rank(self.ours.cost), rank(self.theirs.cost)
         return "equal" if ours == theirs else "better" if ours < theirs else "worse"
 
 
@@ -123,16 +145,13 @@ def compare(name: str, rounds: int, rigs: Iterable[str] = RIGS) -> Iterator[Pair
             began = time.perf_counter()
             placement = place(components, "auto", inventory)
             our_seconds.append(time.perf_counter() - began)
-        way, theirs, their_seconds = _best_peer(models, components, rooms, rounds)
+        cost = cost_of(components, expand(placement.device_map, components), rooms)
         yield Pair(
             pipeline=name,
             rig=rig,
             modules=sum(1 for model in models.values() for _ in model.modules()),
-            ours=cost_of(components, expand(placement.device_map, components), rooms),
-            our_seconds=statistics.median(our_seconds),
-            theirs=theirs,
-            their_seconds=their_seconds,
-            their_way=way,
+            ours=Placed(cost, statistics.median(our_seconds)),
+            theirs=_best_peer(models, components, rooms, rounds),
         )
 
 
@@ -141,13 +160,14 @@ def _best_peer(
     components: tuple[Component, ...],
     rooms: Mapping[str, int],
     rounds: int,
-) -> tuple[str, Cost, float]:
-    """Return the best placement that keeps the limits: its way, its cost and its median time."""
+) -> Placed:
+    """Return the best placement that keeps the limits, with its median time."""
     runs = [list(_peers(models, components, rooms)) for _ in range(rounds)]
     costs = [cost_of(components, devices, rooms) for _, devices, _ in runs[0]]
     within = [n for n, cost in enumerate(costs) if cost.fullest <= 1] or range(len(costs))
     best = min(within, key=lambda number: rank(costs[number]))
-    return runs[0][best][0], costs[best], statistics.median(run[best][2] for run in runs)
+    seconds = statistics.median(run[best][2] for run in runs)
+    return Placed(costs[best], seconds, runs[0][best][0])
 
 
 def _peers(
@@ -206,22 +226,15 @@ def _spread(device_map: Mapping[str, str], components: tuple[Component, ...]) ->
 
 def format_pairs(machine: Mapping[str, str], pairs: Sequence[Pair]) -> str:
     """Return the whole report as text."""
-    rows = [_HEAD, _UNITS, *(_row(pair) for pair in pairs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{name:26} {value}" for name, value in machine.items()]
-    lines.append("")
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    facts = "\n".join(f"{name:26} {value}" for name, value in machine.items())
+    table = Table(titles=_HEAD, rows=[_UNITS, *map(_row, pairs)])
     counts = ", ".join(f"{count} {verdict}" for verdict, count in _counts(pairs).items())
-    return "\n".join(
-        (
-            *lines,
-            "",
-            f"of {len(pairs)} pairs: {counts} than the best of accelerate and diffusers",
-            f"slowest plan: {max(pair.our_seconds for pair in pairs) * 1000:.0f} ms",
-        )
+    slowest_s = max(pair.ours.seconds for pair in pairs)
+    sums = (
+        f"\nof {len(pairs)} pairs: {counts} than the best of accelerate and diffusers\n"
+        f"slowest plan: {slowest_s * 1000:.0f} ms"
     )
+    return Page((f"{facts}\n", table, sums)).text()
 
 
 def pairs_as_json(machine: Mapping[str, str], pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -235,9 +248,8 @@ def pairs_as_json(machine: Mapping[str, str], pairs: Sequence[Pair]) -> dict[str
                 "rig": pair.rig,
                 "modules": pair.modules,
                 "verdict": pair.verdict,
-                "ours": pair.ours._asdict() | {"seconds": pair.our_seconds},
-                "best of the others": pair.theirs._asdict()
-                | {"seconds": pair.their_seconds, "way": pair.their_way},
+                "ours": pair.ours.as_json(),
+                "best of the others": pair.theirs.as_json(),
             }
             for pair in pairs
         ],
@@ -250,16 +262,5 @@ def _counts(pairs: Iterable[Pair]) -> dict[str, int]:
 
 
 def _row(pair: Pair) -> tuple[str, ...]:
-    theirs = ", ".join(_cells(pair.theirs, pair.their_seconds))
-    ours = _cells(pair.ours, pair.our_seconds)
-    return pair.pipeline, pair.rig, *ours, pair.verdict, f"{theirs}, {pair.their_way}"
-
-
-def _cells(cost: Cost, seconds: float) -> tuple[str, ...]:
-    return (
-        f"{cost.step_nbytes / 2**30:.2f}",
-        f"{cost.once_nbytes / 2**30:.2f}",
-        str(cost.cuts),
-        f"{cost.fullest:.1%}",
-        f"{seconds * 1000:.0f}",
-    )
+    theirs = ", ".join((*pair.theirs.cells(), pair.theirs.way))
+    return pair.pipeline, pair.rig, *pair.ours.cells(), pair.verdict, theirs
