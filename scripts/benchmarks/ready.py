@@ -6,7 +6,6 @@ A program is timed from outside, from the command to the line that says it is re
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -94,12 +93,7 @@ class Programs:
 
     def template(self, *arguments: str) -> None:
         """Call `shmload template`."""
-        subprocess.run(
-            [_SHMLOAD, "template", *arguments],
-            env=self.bench.environment | {"SHMLOAD_SKELETONS": "1"},
-            check=True,
-            capture_output=True,
-        )
+        self.bench.run([_SHMLOAD, "template", *arguments], {"SHMLOAD_SKELETONS": "1"})
 
     def prepare(self, *programs: tuple[str, ...]) -> None:
         """Run programs until they have skeletons, and the template all that they import.
