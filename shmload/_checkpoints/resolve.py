@@ -18,7 +18,7 @@ from shmload._checkpoints.formats.known import (
     format_names,
     formats_asked,
     is_of_weights,
-    name_as_safetensors,
+    name_in_view,
 )
 from shmload._checkpoints.header import Format
 from shmload._checkpoints.indexes import (
@@ -163,7 +163,7 @@ def _has_rivals(shards: Collection[Path]) -> bool:
 
     A view has segments under the names of safetensors, and so hides only files of these names.
     """
-    hidden = {shard.parent / name_as_safetensors(shard.name) for shard in shards}
+    hidden = {shard.parent / name_in_view(shard.name) for shard in shards}
     return any(
         OF_SEGMENTS.suffixes[0] in name and folder / name not in hidden
         for folder in {shard.parent for shard in shards}

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.formats.known import name_as_safetensors
+from shmload._checkpoints.formats.known import name_in_view
 from shmload._checkpoints.left_out import LeftOut, find_left_out, why_unread
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
@@ -311,7 +311,7 @@ def _note_of_other_name(source: Source, text: str) -> str:
     A library that is told to load `lora.bin` finds no such file: a segment is in safetensors.
     """
     for shard in source.shards:
-        name = name_as_safetensors(shard.name)
+        name = name_in_view(shard.name)
         if name != shard.name and shard.name in text:
             return f"in the view {shard.name} is called {name}: give that name"
     return ""

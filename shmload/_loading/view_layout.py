@@ -11,8 +11,8 @@ import msgspec
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import (
     is_of_weights,
-    name_alone_as_safetensors,
-    name_as_safetensors,
+    name_alone_in_view,
+    name_in_view,
 )
 from shmload._checkpoints.indexes import read_json, renamed_index
 from shmload._checkpoints.resolve import Source
@@ -54,7 +54,7 @@ def lay_out_view(
     root = absolute(source.root)
     shards = {absolute(path): name for path, name in segments.items()}
     if not root.is_dir():
-        name = name_alone_as_safetensors(root.name)
+        name = name_alone_in_view(root.name)
         return ViewLayout(links={name: str(SHM_DIR / shards[root])}, copies={})
     components = {root / name for name in source.components}
     configs = {}
@@ -66,16 +66,14 @@ def lay_out_view(
     layout = ViewLayout(links={}, copies={})
 
     def add(folder: Path, prefix: str) -> None:
-        renamed = {name_as_safetensors(each.name) for each in shards if each.parent == folder}
+        renamed = {name_in_view(each.name) for each in shards if each.parent == folder}
         for name in sorted(os.listdir(folder)):
             path, place = folder / name, prefix + name
-            as_safetensors = prefix + name_as_safetensors(name)
+            shown = prefix + name_in_view(name)
             if path in shards:
-                layout.links[as_safetensors] = str(SHM_DIR / shards[path])
+                layout.links[shown] = str(SHM_DIR / shards[path])
             elif is_index_of_renamed(path, shards):
-                layout.copies[as_safetensors] = _copied(
-                    path, renamed_index(path, name_as_safetensors)
-                )
+                layout.copies[shown] = _copied(path, renamed_index(path, name_in_view))
             elif name.startswith(".") or name in renamed:
                 continue
             elif path.is_dir() and (path in entered or prefix):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from shmload._checkpoints.formats.known import name_alone_as_safetensors, name_as_safetensors
+from shmload._checkpoints.formats.known import name_alone_in_view, name_in_view
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
 from shmload._host.descriptors import Descriptor, try_lock
 from shmload._host.shm import SHM_DIR, no_inodes
@@ -67,7 +67,7 @@ class View:
         """Create the links and return the path that replaces the root."""
         path = self.folder
         if not root.is_dir():
-            path /= name_alone_as_safetensors(root.name) if root in files else root.name
+            path /= name_alone_in_view(root.name) if root in files else root.name
             self._make_link(path, files.get(root, root))
             return path
         if root.parent.name == "snapshots":
@@ -85,7 +85,7 @@ class View:
     def _mirror(self, source: Path, target: Path, files: Mapping[Path, Path]) -> None:
         """Link every entry; create only the directories that contain a replaced file."""
         folders = {parent for file in files for parent in file.parents}
-        renamed = {name_as_safetensors(file.name) for file in files if file.parent == source}
+        renamed = {name_in_view(file.name) for file in files if file.parent == source}
         with os.scandir(source) as entries:
             for entry in entries:
                 path = Path(entry.path)
@@ -94,10 +94,10 @@ class View:
                     self._make_folder(link)
                     self._mirror(path, link, files)
                 elif path in files:
-                    self._make_link(link.with_name(name_as_safetensors(entry.name)), files[path])
+                    self._make_link(link.with_name(name_in_view(entry.name)), files[path])
                 elif is_index_of_renamed(path, files):
-                    index = renamed_index(path, name_as_safetensors)
-                    self._write(link.with_name(name_as_safetensors(entry.name)), index)
+                    index = renamed_index(path, name_in_view)
+                    self._write(link.with_name(name_in_view(entry.name)), index)
                 elif entry.name not in renamed:
                     self._make_link(link, path)
 
@@ -181,7 +181,7 @@ def absolute(path: Path) -> Path:
 
 def is_index_of_renamed(path: Path, files: Mapping[Path, object]) -> bool:
     """Tell whether an index lists replaced files, which have other names in the view."""
-    if ".index." not in path.name or name_as_safetensors(path.name) == path.name:
+    if ".index." not in path.name or name_in_view(path.name) == path.name:
         return False
     try:
         shards = indexed_shards(path)

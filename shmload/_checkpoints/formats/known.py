@@ -120,10 +120,10 @@ def variant_of(name: str) -> str | None:
     return match[1] if match else None
 
 
-def name_as_safetensors(name: str) -> str:
-    """Return what a file of weights, or an index of some, is called as a safetensors file.
+def name_in_view(name: str) -> str:
+    """Return what a file of weights, or an index of some, is called in a view.
 
-    So a library finds a segment that stands in for a file of another format. Other names stay.
+    There a library finds a segment, which has the format `OF_SEGMENTS`. Other names stay.
     """
     weights, index = name, ""
     if name.endswith(".json"):
@@ -139,12 +139,12 @@ def name_as_safetensors(name: str) -> str:
     return f"{stem}{OF_SEGMENTS.suffixes[0]}{index}"
 
 
-def name_alone_as_safetensors(name: str) -> str:
-    """Return what a file of weights, given by its own path, is called as a safetensors file.
+def name_alone_in_view(name: str) -> str:
+    """Return what a file of weights, given by its own path, is called in a view.
 
     It may have any suffix: what it holds was told by its content.
     """
-    renamed, suffix = name_as_safetensors(name), OF_SEGMENTS.suffixes[0]
+    renamed, suffix = name_in_view(name), OF_SEGMENTS.suffixes[0]
     return renamed if renamed.endswith(suffix) else f"{renamed}{suffix}"
 
 
