@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import click
@@ -295,17 +294,12 @@ def log_steps(form: LogFormat) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter() if form == "json" else text)
     if form == "json":
-        sys.excepthook = _log_uncaught
-        threading.excepthook = _log_uncaught_in_thread
+        # A traceback would be no JSON.
+        sys.excepthook = lambda _, exc, __: _log_uncaught("the process", exc)
+        threading.excepthook = lambda found: _log_uncaught(
+            "a thread", found.exc_value or found.exc_type()
+        )
 
 
-def _log_uncaught(
-    kind: type[BaseException], exc: BaseException, trace: TracebackType | None
-) -> None:
-    """Log an error that ends the process, whose traceback would be no JSON."""
-    logger.critical("the process fails: %s", exc, exc_info=(kind, exc, trace))
-
-
-def _log_uncaught_in_thread(found: threading.ExceptHookArgs) -> None:
-    exc = found.exc_value or found.exc_type()
-    logger.critical("a thread fails: %s", exc, exc_info=exc)
+def _log_uncaught(what: str, exc: BaseException) -> None:
+    logger.critical("%s fails: %s", what, exc, exc_info=exc)

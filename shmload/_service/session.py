@@ -267,7 +267,7 @@ class ProgressStream:
             self._unsent = to_frame(self._latest)
             self._took_at = time.monotonic()
         # MSG_DONTWAIT is not enough: on a socket with a timeout Python waits before it sends.
-        if not _takes_more(self._connection):
+        if not _is_now(self._connection, select.POLLOUT):
             return
         # An error means that the client has left, which `has_hung_up` tells.
         with contextlib.suppress(OSError):
@@ -291,15 +291,12 @@ def _told(fields: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _takes_more(connection: socket.socket) -> bool:
-    """Tell whether the socket can take bytes now."""
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    return bool(poll.poll(0))
-
-
 def has_hung_up(connection: socket.socket) -> bool:
     """Tell whether the other end is closed; what it sent before can still be read."""
+    return _is_now(connection, select.POLLRDHUP)
+
+
+def _is_now(connection: socket.socket, event: int) -> bool:
     poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
+    poll.register(connection, event)
     return bool(poll.poll(0))

@@ -301,10 +301,6 @@ def _shown(raw: bytes) -> str:
     return repr(raw[:100].decode("utf-8", "backslashreplace"))
 
 
-def _recognises(head: bytes) -> bool:
-    return head.startswith(_MAGIC)
-
-
 GGUF = Format(
     name="GGUF",
     suffixes=(".gguf",),
@@ -317,6 +313,6 @@ GGUF = Format(
         dequantiser=_dequantiser,
         parameter=_parameter,
     ),
-    recognises=_recognises,
+    recognises=lambda head: head.startswith(_MAGIC),
     read_header=read_header,
 )

@@ -197,13 +197,13 @@ def _check_tensor(name: str, entry: _Entry, path: str | os.PathLike[str]) -> Ten
     return TensorSpec(name, entry.dtype, entry.shape, begin, end)
 
 
-def _recognises(head: bytes) -> bool:
-    length = int.from_bytes(head[:_LENGTH_NBYTES], "little")
-    return head[_LENGTH_NBYTES : _LENGTH_NBYTES + 1] == b"{" and length <= MAX_HEADER_NBYTES
-
-
 def _header_end(head: bytes) -> int:
     return _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
+
+
+def _recognises(head: bytes) -> bool:
+    is_short = _header_end(head) <= _LENGTH_NBYTES + MAX_HEADER_NBYTES
+    return is_short and head[_LENGTH_NBYTES:].startswith(b"{")
 
 
 SAFETENSORS = Format(
