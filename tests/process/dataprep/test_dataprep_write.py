@@ -176,12 +176,26 @@ def test_two_items_with_one_key_are_an_error(light_job, folder):
         job.write(squares, range(COUNT), folder, key=lambda item: f"k{item % 7}")
 
 
-@pytest.mark.parametrize("key", [lambda item: item, lambda item: item.name])
-def test_key_that_is_none_is_an_error_and_harms_nothing(light_job, folder, key):
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        (lambda item: item, shmload.ArgumentError, "the key 0 is a int"),
+        (lambda item: item.name, AttributeError, "no attribute 'name'"),
+    ],
+)
+def test_key_that_is_none_is_an_error_and_harms_nothing(light_job, folder, key, error, message):
     job = light_job()
-    with pytest.raises((TypeError, AttributeError, shmload.ArgumentError)):
+    with pytest.raises(error, match=message):
         job.write(squares, range(3), folder, key=key)
     assert job.write(squares, range(3), folder).items == 3
+
+
+@pytest.mark.parametrize("facts", [{"size": 512}, {"seed": "1"}, {"pipeline": "mine"}])
+def test_fact_that_is_no_text_or_known_already_is_refused(light_job, folder, facts):
+    job = light_job()
+    with pytest.raises(shmload.ArgumentError, match=min(facts)):
+        job.write(squares, range(3), folder, facts=facts)
+    assert job.write(squares, range(3), folder).added == 3
 
 
 @pytest.mark.parametrize(

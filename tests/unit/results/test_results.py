@@ -30,15 +30,6 @@ from storing import (
 from shmload._results.shard import Shard
 from shmload.integrations.results import Array, ResultFolder
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_disk():
-    """Skip `fsync`: it takes 10 ms, and its effect cannot be seen here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        yield
-
-
 # What is written ----------------------------------------------------------------------------------
 
 
@@ -178,33 +169,6 @@ def test_killed_and_failed_and_in_any_order_gives_the_same_bytes(serial, orders,
         assert content_of(Path(folder) / "results") == serial
 
 
-def test_killed_at_each_step_gives_the_same_bytes(tmp_path, serial):
-    order = range(COUNT)
-    for at in range(1000):
-        folder = tmp_path / str(at)
-        with pytest.MonkeyPatch.context() as patch:
-            mortality = Mortality(patch, at, part=30)
-            if not is_killed(run, folder, order, stored=(stored := set())):
-                break
-        run(folder, order, stored=stored)
-        assert content_of(folder) == serial
-    assert mortality.left == 0
-    assert at > 35  # one record per item, four steps per shard and for the index, and more
-
-
-def test_rewriting_after_a_failure_survives_a_kill_at_each_step(tmp_path, serial):
-    for at in range(1000):
-        folder = tmp_path / str(at)
-        run(folder, range(COUNT), failing={2, 5, 9})
-        with pytest.MonkeyPatch.context() as patch:
-            Mortality(patch, at)
-            if not is_killed(run, folder, range(COUNT), stored=(stored := {0, 1, 3, 4, 6, 7, 8})):
-                break
-        run(folder, range(COUNT), stored=stored)
-        assert content_of(folder) == serial
-    assert at > 15
-
-
 def is_killed(job, *args, **kwargs):
     try:
         job(*args, **kwargs)
@@ -273,12 +237,6 @@ def test_finished_folder_is_left_alone(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert (report.items, report.failed, report.shards) == (COUNT, 0, 3)
     assert report.nbytes == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
-
-
-def test_more_items_later_give_what_they_would_have_given_at_once(tmp_path, serial):
-    run(tmp_path, range(6))
-    assert run(tmp_path, range(COUNT)).added == COUNT - 6
-    assert content_of(tmp_path) == serial
 
 
 def test_resuming_reads_no_data_of_a_finished_shard(tmp_path):

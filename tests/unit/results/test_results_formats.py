@@ -1,10 +1,9 @@
-"""Every format of results files keeps what the safetensors one does, and its own library reads it.
+"""Every format of results files keeps the same promises, and its own library reads it.
 
 The other modules test safetensors, the default.
 """
 
 import importlib.util
-import os
 
 import numpy as np
 import pyarrow.parquet
@@ -29,16 +28,12 @@ from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload._results.names import FORMATS
 from shmload.integrations.results import Array, ResultFolder, Results
 
-pytestmark = pytest.mark.parametrize("format", ["parquet", "webdataset"])
-SHARDS = 3
+with_a_library = pytest.mark.parametrize("format", ["parquet", "webdataset"])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_disk():
-    """Skip `fsync`: it takes 10 ms, and its effect cannot be seen here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        yield
+@pytest.fixture(params=FORMATS)
+def format(request):
+    return request.param
 
 
 @pytest.fixture
@@ -139,6 +134,7 @@ READ = {"parquet": read_by_parquet, "webdataset": read_by_webdataset}
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")  # webdataset leaves that to the collector
+@with_a_library
 def test_library_reads_every_dtype_exactly(tmp_path, format):
     random = np.random.default_rng(0)
     given = {}
@@ -205,6 +201,7 @@ def test_damaged_file_is_an_error_until_it_is_removed(tmp_path, format, whole, h
     assert content_of(folder) == whole
 
 
+@with_a_library
 def test_folder_keeps_its_format(tmp_path, format):
     run(tmp_path, range(COUNT), format=format)
     with pytest.raises(shmload.ResultsMismatch, match=f"the format is '{format}' there, and 'safe"):
@@ -213,6 +210,7 @@ def test_folder_keeps_its_format(tmp_path, format):
         run(tmp_path, range(COUNT), format="csv")
 
 
+@with_a_library
 def test_library_that_is_missing_is_named_with_its_extra(tmp_path, format, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(shmload.ArgumentError, match=rf"pip install 'shmload\[{format}\]'"):
@@ -232,6 +230,7 @@ def test_key_that_no_file_can_hold_is_refused(tmp_path, format, key):
                 results.add(1, "other", {"key": ONE})
 
 
+@with_a_library
 def test_array_that_is_too_large_is_refused(tmp_path, format, monkeypatch):
     module = f"shmload._results.{format}"
     limit = {"parquet": "_MAX_ARRAY_NBYTES", "webdataset": "_MAX_SAMPLE_NBYTES"}[format]
