@@ -18,6 +18,7 @@ from shmload._building import build, examining, placing
 from shmload._building.build import Build
 from shmload._building.skeletons import skeleton_memo
 from shmload._building.snapshot import Snapshot
+from shmload._cli.main import main
 from shmload._devices.stream import Stream
 from shmload._loading.load import Load
 from shmload._placement import inventory
@@ -59,6 +60,22 @@ def shards(tmp_path):
         paths.append(tmp_path / f"{number}.safetensors")
         save_file({"weight": torch.full((1 << 19,), float(number))}, paths[-1])
     return paths
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(capfd):
+    """Run a command in this process: `code, printed, said = command("rm", source)`."""
+
+    def run(*arguments):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)], prog_name="shmload")
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
 
 
 # Orders -------------------------------------------------------------------------------------------

@@ -74,17 +74,16 @@ def compare(page, section, answer):
 
 
 @pytest.fixture
-def ask(page, capsys):
+def ask(page, command):
     """Run a command with --json, compare what it prints with the page, and return it."""
 
-    def ask(command, *arguments, expected=0):
-        with pytest.raises(SystemExit) as ended:
-            main([command, *map(str, arguments), "--json"])
-        assert ended.value.code == expected
-        answer = json.loads(capsys.readouterr().out)
+    def ask(verb, *arguments, expected=0):
+        code, printed, _ = command(verb, *arguments, "--json")
+        assert code == expected
+        answer = json.loads(printed)
         assert list(answer)[:2] == ["schema_version", "command"]
-        assert (answer.pop("schema_version"), answer.pop("command")) == (SCHEMA_VERSION, command)
-        compare(page, f"shmload {command}", answer)
+        assert (answer.pop("schema_version"), answer.pop("command")) == (SCHEMA_VERSION, verb)
+        compare(page, f"shmload {verb}", answer)
         return answer
 
     return ask

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 import shmload
-from shmload._cli.main import main
 from shmload._host import memo
 from shmload._settings import settings
 from shmload.errors import ArgumentError
@@ -51,11 +50,10 @@ def homeless(monkeypatch):
     ids=" ".join,
 )
 @pytest.mark.usefixtures("homeless", "evicts")
-def test_commands_work(checkpoint, words, capsys):
+def test_commands_work(checkpoint, words, command):
     shmload.warm(checkpoint)
-    with pytest.raises(SystemExit) as ended:
-        main([word.format(checkpoint) for word in words])
-    assert ended.value.code in (0, None), capsys.readouterr()
+    code, _, said = command(*(word.format(checkpoint) for word in words))
+    assert code == 0, said
 
 
 @pytest.mark.usefixtures("homeless", "evicts")

@@ -1,5 +1,6 @@
 """`shmload warm` with several sources at a time."""
 
+import functools
 import json
 import signal
 from pathlib import Path
@@ -9,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._cli.main import main
 from shmload._cli.source_list import ListedSource
 from shmload._cli.warming import by_size
 
@@ -26,16 +26,9 @@ def files(tmp_path, evicts):
 
 
 @pytest.fixture
-def warm(capfd):
+def warm(command):
     """Run `shmload warm`; return its exit code, its output and its errors."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(["warm", *map(str, arguments)])
-        printed = capfd.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return run
+    return functools.partial(command, "warm")
 
 
 def resident():

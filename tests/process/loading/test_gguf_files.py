@@ -8,7 +8,6 @@ import torch
 from gguf_files import KINDS, content, dequantised, random_blocks, save_blocks
 
 import shmload
-from shmload._cli.main import main
 
 _KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 _SHAPE = (6, 512)
@@ -43,18 +42,6 @@ def wanted(blocks, plain):
         return found | {name: each.to(dtype) for name, each in plain.items()}
 
     return want
-
-
-@pytest.fixture
-def invoke(capsys):
-    """Run a command; return its exit code and what it printed."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, arguments)))
-        return ended.value.code or 0, capsys.readouterr()
-
-    return run
 
 
 def assert_same(got, wanted):
@@ -124,18 +111,18 @@ def test_file_of_a_directory_is_chosen_by_name(path, wanted, evicts):
     assert_same(got, wanted(torch.float16))
 
 
-def test_commands_know_it(path, invoke, evicts):
-    code, printed = invoke("plan", path, "--dtype", "bfloat16")
+def test_commands_know_it(path, command, evicts):
+    code, printed, _ = command("plan", path, "--dtype", "bfloat16")
     assert code == 0
-    (row,) = (line for line in printed.out.splitlines() if "model.gguf" in line)
+    (row,) = (line for line in printed.splitlines() if "model.gguf" in line)
     assert row.split()[2:5] == ["decode", "bfloat16", str(len(_KINDS) + 3)]
-    assert invoke("warm", path)[0] == 0
-    code, printed = invoke("ls", "--long")
+    assert command("warm", path)[0] == 0
+    code, printed, _ = command("ls", "--long")
     assert code == 0
-    assert "model.gguf" in printed.out
-    assert invoke("verify", path)[0] == 0
-    assert invoke("doctor", path)[0] in (0, 1)
-    assert invoke("rm", path)[0] == 0
+    assert "model.gguf" in printed
+    assert command("verify", path)[0] == 0
+    assert command("doctor", path)[0] in (0, 1)
+    assert command("rm", path)[0] == 0
     assert shmload.segments() == []
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
-from shmload._cli.main import main
 
 _ASK = r"it has variant fp16: ask for it with variant='fp16' \(--variant fp16\)"
 _LORA = "pytorch_lora_weights.safetensors"
@@ -20,18 +19,6 @@ _LORA = "pytorch_lora_weights.safetensors"
 def save_with_more(tensors, path):
     """Write a file of PyTorch with something that is no tensor."""
     torch.save({**tensors, "epoch": 3}, path)
-
-
-@pytest.fixture
-def invoke(capsys):
-    """Run a command; return its exit code and what it printed."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, arguments)))
-        return ended.value.code or 0, capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture
@@ -52,7 +39,7 @@ def pipeline(tmp_path, evicts):
 
 
 @pytest.mark.fast
-def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, invoke, caplog):
+def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, command, caplog):
     path = pipeline / "unet" / "diffusion_pytorch_model.bin"
     caplog.set_level(logging.INFO, "shmload")
     (left,) = shmload.warm(pipeline).left_out
@@ -61,24 +48,24 @@ def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, invoke, caplo
     assert left.nbytes == path.stat().st_size
     assert shmload.plan(pipeline).left_out == (left,)
     assert shmload.plan(pipeline, components=["vae"]).left_out == ()
-    code, printed = invoke("warm", pipeline)
+    code, printed, _ = command("warm", pipeline)
     assert code == 0
-    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch pickle, " in printed.out
-    code, printed = invoke("plan", pipeline)
-    (row,) = (line for line in printed.out.splitlines() if line.startswith("unet"))
+    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch pickle, " in printed
+    code, printed, _ = command("plan", pipeline)
+    (row,) = (line for line in printed.splitlines() if line.startswith("unet"))
     assert row.split()[1:3] == ["diffusion_pytorch_model.bin", "library"]
     assert "PyTorch pickle" in row
 
 
-def test_pipeline_all_in_pickles_is_planned_and_not_warmed(pipeline, invoke):
+def test_pipeline_all_in_pickles_is_planned_and_not_warmed(pipeline, command):
     (pipeline / "vae" / "diffusion_pytorch_model.safetensors").rename(
         pipeline / "vae" / "diffusion_pytorch_model.gguf"
     )
     assert [each.component for each in shmload.plan(pipeline).left_out] == ["unet", "vae"]
-    code, printed = invoke("warm", pipeline)
+    code, _, said = command("warm", pipeline)
     assert code == 1
-    assert "unet/diffusion_pytorch_model.bin (PyTorch pickle, " in printed.err
-    assert "save_pretrained" in printed.err
+    assert "unet/diffusion_pytorch_model.bin (PyTorch pickle, " in said
+    assert "save_pretrained" in said
 
 
 def test_view_warns_of_what_it_only_links(pipeline, caplog):
@@ -194,7 +181,7 @@ def test_adapter_is_read_by_folder_and_by_hub_id(tmp_path, hub_cache, evicts, na
         assert len(shmload.warm(source, dtype="bfloat16", **where).segments) == 1
 
 
-def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, invoke, evicts):
+def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, command, evicts):
     folder = tmp_path / "adapters" / "models"
     folder.mkdir(parents=True)
     for name in ("ip-adapter.safetensors", "ip-adapter-plus.safetensors"):
@@ -210,11 +197,11 @@ def test_one_of_several_adapters_is_chosen_by_name(tmp_path, hub_cache, invoke, 
     where = {"cache_dir": hub_cache.root, "subfolder": "models"}
     both = ["ip-adapter.safetensors", "ip-adapter-plus.safetensors"]
     assert len(shmload.warm("org/adapters", weight_name=both, **where).segments) == 1  # one content
-    code, printed = invoke(
+    code, printed, _ = command(
         *("warm", "org/adapters", "--subfolder", "models", "--cache-dir", hub_cache.root),
         *("--weight-name", both[0], "--weight-name", both[1]),
     )
-    assert (code, printed.out.split(":")[1].split(",")[0]) == (0, " already resident")
+    assert (code, printed.split(":")[1].split(",")[0]) == (0, " already resident")
     with pytest.raises(shmload.ShardMissing, match="gone"):
         shmload.warm("org/adapters", weight_name="gone.safetensors", **where)
 

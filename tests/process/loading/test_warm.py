@@ -4,12 +4,10 @@ import functools
 import json
 import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from children import run_to_end
 from safetensors.torch import load_file, save_file
 from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
 
@@ -247,14 +245,13 @@ def test_dtype_of_an_unknown_component_is_an_error(saved):
         dtype_by_component(["bfloat16", "vae=float32", "float16"])
 
 
-def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path):
-    command = [sys.executable, "-m", "shmload", "warm", "--json", str(tmp_path / "missing")]
-    run = run_to_end([*command, str(checkpoint)])
-    failed, warmed = json.loads(run.stdout)["reports"]
-    assert run.returncode == 1
+def test_command_goes_on_after_a_bad_source(checkpoint, tmp_path, command):
+    code, printed, said = command("warm", "--json", tmp_path / "missing", checkpoint)
+    failed, warmed = json.loads(printed)["reports"]
+    assert code == 1
     assert "no such file" in failed["error"]
     assert len(warmed["segments"]) == 1
-    assert run.stderr.count("\n") == 1
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [OSError("no network"), RuntimeError("Name unknown\nlong story")])

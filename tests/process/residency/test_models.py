@@ -72,13 +72,11 @@ def test_models_are_listed_with_what_they_share(pipelines):
     assert "<td" in shmload.models()._repr_html_()
 
 
-def test_long_listing_says_which_model_each_segment_is_of(pipelines, capsys):
+def test_long_listing_says_which_model_each_segment_is_of(pipelines, command):
     for folder in pipelines:
         warm(folder)
-    with pytest.raises(SystemExit):
-        main(["ls", "--long"])
     first, second = (model.id for model in shmload.models())
-    rows = capsys.readouterr().out.partition("\n\n")[2].splitlines()[1:-1]
+    rows = command("ls", "--long")[1].partition("\n\n")[2].splitlines()[1:-1]
     of = {row.split()[-1]: row.partition("  ")[0] for row in rows}
     assert of == {
         str(pipelines[0] / "unet" / "model.safetensors"): first,
@@ -179,28 +177,23 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
 # The command line ---------------------------------------------------------------------------------
 
 
-def run(capsys, *arguments):
-    main(arguments, standalone_mode=False)
-    return capsys.readouterr().out
-
-
-def test_dry_run_removes_nothing(pipelines, capsys):
+def test_dry_run_removes_nothing(pipelines, command):
     warm(pipelines[0])
-    assert run(capsys, "rm", "--dry-run", "stable").startswith("would remove 2 segments, ")
+    assert command("rm", "--dry-run", "stable")[1].startswith("would remove 2 segments, ")
     state = shmload.load_state_dict(pipelines[0] / "unet" / "model.safetensors", "bfloat16")
-    assert "in use, so they stay: 1 segment" in run(capsys, "rm", "--dry-run", "--all")
+    assert "in use, so they stay: 1 segment" in command("rm", "--dry-run", "--all")[1]
     del state
     changed = pipelines[0] / "vae" / "model.safetensors"
     changed.write_bytes(changed.read_bytes())
-    shown = run(capsys, "gc", "--dry-run")
+    shown = command("gc", "--dry-run")[1]
     assert shown.startswith("stable-diffusion (bfloat16): 1 segment, ")
     assert re.search(r"^would remove 1 segment, [0-9.]+ KiB$", shown, re.M)
     assert len(shmload.segments()) == 2
-    assert re.search(r"^removed 1 segment, [0-9.]+ KiB$", run(capsys, "gc"), re.M)
-    assert run(capsys, "rm", "stable").endswith("stable-diffusion (bfloat16)\n")
+    assert re.search(r"^removed 1 segment, [0-9.]+ KiB$", command("gc")[1], re.M)
+    assert command("rm", "stable")[1].endswith("stable-diffusion (bfloat16)\n")
 
 
-def test_what_goes_while_it_is_removed_is_no_error(pipelines, capsys, monkeypatch):
+def test_what_goes_while_it_is_removed_is_no_error(pipelines, command, monkeypatch):
     warm(pipelines[0])
     unet = shmload.segments()[0].name
     select = residents.select
@@ -211,7 +204,7 @@ def test_what_goes_while_it_is_removed_is_no_error(pipelines, capsys, monkeypatc
         return chosen
 
     monkeypatch.setattr(residents, "select", select_late)
-    assert run(capsys, "rm", "--all").startswith("removed 1 segment, ")
+    assert command("rm", "--all")[1].startswith("removed 1 segment, ")
     assert shmload.segments() == []
 
 
@@ -234,11 +227,11 @@ def test_removal_waits_for_another_one(pipelines, monkeypatch):
     assert [info.name for info in shmload.evict(pipelines[0])] == [vae.name]
 
 
-def test_listing_is_complete_and_has_no_colours_off_a_terminal(pipelines, capsys, monkeypatch):
+def test_listing_is_complete_and_has_no_colours_off_a_terminal(pipelines, command, monkeypatch):
     for folder in pipelines:
         warm(folder)
     monkeypatch.setenv("COLUMNS", "20")  # of a terminal, not of a pipe
-    shown = run(capsys, "ls")
+    shown = command("ls")[1]
     assert "stable-diffusion" in shown
     assert "\x1b" not in shown
     titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "COMPONENTS"]

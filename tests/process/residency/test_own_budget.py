@@ -9,7 +9,6 @@ import pytest
 from warming import SHM
 
 import shmload
-from shmload._cli.main import main
 from shmload._loading import room
 from shmload._segments.layout import Layout
 from shmload._segments.names import lock_name, try_turn
@@ -40,7 +39,7 @@ def test_least_recently_used_goes_for_what_is_kept(shards, two_fit):
     assert state["weight"].eq(2).all()
 
 
-def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, capsys):
+def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, command):
     caplog.set_level(logging.INFO)
     configure(budget=3 * _SEGMENT // 2)
     assert shmload.warm(shards[0], dtype="bfloat16").evicted == ()
@@ -49,10 +48,9 @@ def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, capsys)
     assert (gone.nbytes, gone.components, len(gone.segments)) == (_SEGMENT, (), 1)
     told = f"evicted {shards[0].name} (bfloat16), 1.00 MiB, for room"
     assert f"{shards[1]}: {told}" in caplog.messages
-    with pytest.raises(SystemExit) as ended:
-        main(["warm", str(shards[0]), "--dtype", "bfloat16"])
-    assert ended.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
+    code, printed, _ = command("warm", shards[0], "--dtype", "bfloat16")
+    assert code == 0
+    lines = printed.splitlines()
     assert lines[1] == f"{shards[0]}: {told.replace(shards[0].name, shards[1].name)}"
 
 

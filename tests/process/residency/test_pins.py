@@ -2,14 +2,12 @@
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from children import run_to_end
 from warming import SHM
 from watching import until
 
@@ -30,11 +28,6 @@ _HOUR_S = 3600
 
 def pinned():
     return [info.source for info in shmload.segments() if info.is_pinned]
-
-
-def run_command(*arguments):
-    command = [sys.executable, "-m", "shmload", *map(str, arguments)]
-    return run_to_end(command)
 
 
 def idle_for(seconds):
@@ -70,13 +63,13 @@ def test_pin_and_unpin_take_what_evict_takes(resident):
             change("nothing")
 
 
-def test_pin_moves_to_the_new_version_of_a_file(resident):
+def test_pin_moves_to_the_new_version_of_a_file(resident, command):
     path = resident[0]
     shmload.pin(path)
     (old,) = [info for info in shmload.segments() if info.is_pinned]
     path.write_bytes(path.read_bytes())
     assert "1.00 MiB pinned, of files that have changed" in leftovers()
-    assert "pinned, so it stays" in run_command("gc").stdout
+    assert "pinned, so it stays" in command("gc")[1]
     shmload.warm(path, dtype="float16")  # another model
     assert pinned() == [str(path)]
     (new,) = shmload.warm(path, dtype="bfloat16").segments
@@ -105,12 +98,12 @@ def test_pin_makes_what_is_shared_resident_while_it_is_in_use(shards, evicts):
     assert state["weight"].eq(0).all()
 
 
-def test_commands_pin_and_unpin(resident):
-    done = run_command("pin", resident[0])
-    assert done.stdout.startswith("pinned 1 segment, 1.00 MiB: 0.safetensors")
+def test_commands_pin_and_unpin(resident, command):
+    _, printed, _ = command("pin", resident[0])
+    assert printed.startswith("pinned 1 segment, 1.00 MiB: 0.safetensors")
     assert pinned() == [str(resident[0])]
-    assert "pinned" in run_command("ls", "--long").stdout
-    assert run_command("unpin", resident[0]).stdout.startswith("unpinned 1 segment, 1.00 MiB")
+    assert "pinned" in command("ls", "--long")[1]
+    assert command("unpin", resident[0])[1].startswith("unpinned 1 segment, 1.00 MiB")
     assert pinned() == []
 
 
@@ -207,7 +200,7 @@ def test_load_of_what_is_due_uses_it(shards, evicts):
     assert shmload.warm(shards[0], dtype="bfloat16").read_nbytes == 0
 
 
-def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
+def test_what_is_in_use_or_pinned_does_not_go(shards, evicts, command):
     shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
     state = shmload.load_state_dict(shards[0], "bfloat16")
     idle_for(_HOUR_S)
@@ -221,7 +214,7 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts):
     assert shmload.collect_garbage() == []  # the time begins again
     idle_for(_HOUR_S)
     (name,) = (info.name for info in shmload.segments())
-    assert run_command("gc", "--dry-run").stdout.endswith("\nwould remove 1 segment, 1.00 MiB\n")
+    assert command("gc", "--dry-run")[1].endswith("\nwould remove 1 segment, 1.00 MiB\n")
     assert shmload.collect_garbage() == [name]
 
 
@@ -283,7 +276,7 @@ def test_service_removes_what_is_due(shards, evicts, monkeypatch):
         until(lambda: not shmload.segments())
 
 
-def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
+def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path, command):
     listing = tmp_path / "preload"
     listing.write_text(f"{shards[0]} bfloat16 pin\n{shards[1]} keep-for=2h bfloat16\n")
     process = service("--preload", str(listing))
@@ -292,7 +285,7 @@ def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path):
     assert found[shards[0]].is_pinned
     assert found[shards[1]].keep_for_s == 2 * _HOUR_S
     assert {info.dtype for info in found.values()} == {"bfloat16"}
-    assert run_command("warm", shards[1], "--dtype", "bf16", "--keep-for", "1h").returncode == 0
+    assert command("warm", shards[1], "--dtype", "bf16", "--keep-for", "1h")[0] == 0
     assert [info.keep_for_s for info in shmload.segments()] == [0, _HOUR_S]
 
 

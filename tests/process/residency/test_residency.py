@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
-from shmload._cli.main import main
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import Segment
 
@@ -206,27 +205,25 @@ def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, sh
     assert shm_names() == []
 
 
-def test_command_names_every_corrupt_segment(shards, evicts, capsys):
+def test_command_names_every_corrupt_segment(shards, evicts, command):
     names = [shmload.warm(shard, dtype="bfloat16").segments[0] for shard in shards[:3]]
     damage(names[0], -1)
     (SHM / names[1]).chmod(0o600)
     (SHM / names[1]).write_bytes(b"x" * 4096)
     for options in ([], ["--json"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", *options])
-        assert ended.value.code == 1
-        said = capsys.readouterr()
-        second, first = sorted(said.err.splitlines(), key=lambda line: "digest" in line)
+        code, printed, said = command("verify", *options)
+        assert code == 1
+        second, first = sorted(said.splitlines(), key=lambda line: "digest" in line)
         assert first.startswith(f"shmload: {shards[0]}: segment {names[0]} is corrupt: its digest")
         assert second.startswith(
             f"shmload: segment {names[1]} is corrupt: it has no header; remove"
         )
         if options:
-            answer = json.loads(said.out)
+            answer = json.loads(printed)
             assert sorted(answer["corrupt"]) == sorted(names[:2])
             assert [each["name"] for each in answer["sound"]] == names[2:]
         else:
-            assert said.out == "sound: 1 segment, 1.00 MiB\n"
+            assert printed == "sound: 1 segment, 1.00 MiB\n"
 
 
 def test_listing_reads_no_entries_of_tensors(checkpoint, evicts, monkeypatch):

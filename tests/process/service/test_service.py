@@ -119,23 +119,19 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
     del state
 
 
-def run_command(*arguments):
-    command = [sys.executable, "-m", "shmload", *map(str, arguments)]
-    return run_to_end(command)
-
-
-def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):
+def test_remove_says_what_went_and_who_keeps_the_rest(service, shards, command):
     service()
     state = shmload.load_state_dict(shards[0], "bfloat16")
     shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
     (kept,) = names_of(shards[:1])
     wait_until(lambda found: len(found.leases) == 1)
-    listed = run_command("ls").stdout
+    _, listed, _ = command("ls")
     lines = [line.split() for line in listed.splitlines()]
     assert lines[0] == ["MODEL", "DTYPE", "SIZE", "USED", "BY", "LAST", "USED", "PINNED"]
     assert lines[1][:5] == ["0.safetensors", "bfloat16", "1.00", "MiB", str(os.getpid())]
     assert (lines[1][-2:], lines[2][-1]) == (["now", "-"], "yes")
-    done = run_command("rm", "--all")
+    # Another process is told to end the one that holds it.
+    done = run_to_end([sys.executable, "-m", "shmload", "rm", "--all"])
     assert done.returncode == 1
     assert done.stdout.startswith("removed 1 segment,")
     assert done.stderr == (
