@@ -12,7 +12,9 @@ from shmload._checkpoints.rule import Rule
 pytestmark = pytest.mark.libraries
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("order", "keep"), [("bytes_come_first", True), ("bytes_come_last", False)]
+)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -27,8 +29,9 @@ pytestmark = pytest.mark.libraries
     ids=lambda rule: rule.text.replace("/", "-"),
 )
 def test_remembered_rule_that_is_wrong_gives_a_right_pipeline(
-    saved, configure, monkeypatch, tmp_path, evicts, either_order, wrong, keep
+    saved, configure, monkeypatch, tmp_path, evicts, request, wrong, order, keep
 ):
+    request.getfixturevalue(order)
     source = f"{saved('wan')}/"
     configure(cache_dir=tmp_path)
     right = shmload.plan(source, torch_dtype=torch.bfloat16)

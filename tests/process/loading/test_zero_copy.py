@@ -14,8 +14,7 @@ import shmload
 pytestmark = pytest.mark.libraries
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "keep"), [("bf16", False), ("fp32", True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stored_tensor_lies_in_a_segment(saved, evicts, family, dtype, keep):
     stored = {"bf16": "float32", "fp32": "bfloat16"}[dtype]
