@@ -333,16 +333,6 @@ def test_weights_that_are_missing_are_drawn_as_the_library_draws_them(saved):
     assert_model_equal(transformers.CLIPTextModelWithProjection, source)
 
 
-@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
-def test_both_names_of_the_dtype_are_refused(saved, name):
-    source = saved("stable-diffusion")
-    kwargs = {name: "bfloat16"}
-    got = shmload.load_model("UNet2DConditionModel", source, subfolder="unet", **kwargs)
-    assert got.dtype == torch.bfloat16
-    with pytest.raises(ArgumentError, match="both"):
-        shmload.load_model("UNet2DConditionModel", source, dtype="bfloat16", torch_dtype="bfloat16")
-
-
 def test_device_map_is_by_the_modules_of_the_model(saved, accelerators):
     source = saved("stable-diffusion")
     got = shmload.load_model(

@@ -23,7 +23,7 @@ from shmload._wording import format_nbytes
 
 pytestmark = pytest.mark.libraries
 
-DTYPES = [None, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [None, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, monkeypatch, evicts):
     monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     config, path = written("sdxl", suffix)
@@ -170,7 +170,7 @@ def test_model_of_a_whole_pipeline(written, subfolder, dtype, evicts):
         ("wan", "WanTransformer3DModel"),  # keeps some tensors in float32, but not from one file
     ],
 )
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_model_with_the_names_of_diffusers(saved, family, name, dtype, evicts):
     source = saved(family)
     (path,) = (source / "transformer").glob("*.safetensors")

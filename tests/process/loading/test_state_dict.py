@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pickle
-import struct
 from pathlib import Path
 
 import pytest
@@ -134,32 +133,6 @@ def test_directory_of_one_file_and_each_spelling_of_a_path(single, monkeypatch):
 def test_dtype_by_name(single, dtype):
     got = shmload.load_state_dict(single, dtype)
     assert_state_equal(got, load_file(single), torch.bfloat16)
-
-
-@pytest.mark.parametrize("target", FLOATS, ids=str)
-@pytest.mark.parametrize("source", FLOATS, ids=str)
-def test_each_bit_pattern_of_nan_becomes_torchs(tmp_path, source, target):
-    path = tmp_path / "model.safetensors"
-    tensors = {"special": special_values(source), "plain": torch.ones(64).to(source)}
-    save_file(tensors, path)
-    got = shmload.load_state_dict(path, target)
-    assert_state_equal(got, tensors, target)
-
-
-def special_values(dtype):
-    """Return signed and unsigned NaNs of many payloads, infinities, zeros and limits."""
-    nbits = 8 * dtype.itemsize
-    if nbits == 8:
-        return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
-    limits = torch.finfo(dtype)
-    plain = [math.inf, -math.inf, 0.0, -0.0, limits.max, limits.min, limits.tiny, limits.eps]
-    infinity = int.from_bytes(as_bytes(torch.tensor([math.inf], dtype=dtype)), "little")
-    sign = 1 << (nbits - 1)
-    payloads = [1, 2, 3, (sign - infinity) // 2, sign - infinity - 1]
-    kind = {16: "H", 32: "I", 64: "Q"}[nbits]
-    nans = [infinity + payload | side for payload in payloads for side in (0, sign)]
-    packed = bytearray(struct.pack(f"{len(nans)}{kind}", *nans))
-    return torch.cat([torch.frombuffer(packed, dtype=dtype), torch.tensor(plain, dtype=dtype)])
 
 
 def test_tensor_of_many_pieces_equals_safetensors(tmp_path, configure, evicts):

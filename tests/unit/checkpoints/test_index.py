@@ -166,6 +166,7 @@ def test_every_cut_and_every_changed_byte_is_a_source_or_a_typed_error(pipeline,
         "a zero byte": b'{"a":"\0"}',
         "a number without end": b'{"a":' + b"9" * 100_000 + b"}",
         "no object": b"[]",
+        "null": b"null",
         "two objects": b"{}{}",
         "arrays without end": b'{"a":' + b"[" * 1_000_000,
         "deep arrays": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -179,6 +180,7 @@ def test_file_that_is_no_json_object_is_malformed_by_name(pipeline, file, conten
         error = refusal(pipeline)
     assert type(error) is IndexMalformed
     assert str(error).startswith(f"{pipeline / file}: ")
+    assert "download the checkpoint again" in str(error)
     assert len(str(error)) < 600
 
 

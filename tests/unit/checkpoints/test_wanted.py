@@ -33,12 +33,6 @@ def test_older_name_of_the_dtype_is_taken_out():
     assert (wanted.dtype, left) == ("bf16", {})
 
 
-def test_older_name_beside_the_dtype_is_refused():
-    for has_others in (False, True):
-        with pytest.raises(shmload.ArgumentError, match="dtype and torch_dtype are both given"):
-            parse("bf16", torch_dtype="bf16", has_others=has_others)
-
-
 def test_older_name_may_be_none_beside_the_dtype():
     assert parse("bf16", torch_dtype=None)[0].dtype == "bf16"
 
