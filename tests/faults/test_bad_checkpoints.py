@@ -22,14 +22,7 @@ from shmload.workers import fill
 def test_truncated_shard(checkpoint, door, length):
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[:length])
-    error = refusal(
-        door,
-        checkpoint,
-        shmload.ShardTruncated,
-        checkpoint,
-        "download it again",
-        torch_dtype=torch.bfloat16,
-    )
+    error = refusal(door, checkpoint, shmload.ShardTruncated, checkpoint, "download it again")
     assert error.got == len(content[:length])
     assert error.wanted > error.got
 
@@ -38,7 +31,7 @@ def test_truncated_shard(checkpoint, door, length):
 def test_truncated_shard_among_good_ones(folder, door):
     shard = folder / "model-00002-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    refusal(door, folder, shmload.ShardTruncated, shard, torch_dtype=torch.bfloat16)
+    refusal(door, folder, shmload.ShardTruncated, shard)
 
 
 def lie(content, old, new):
@@ -69,14 +62,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", LIES)
 def test_lying_header(checkpoint, door, kind):
     checkpoint.write_bytes(LIES[kind](checkpoint.read_bytes()))
-    refusal(
-        door,
-        checkpoint,
-        shmload.ShardMalformed,
-        checkpoint,
-        "download it again",
-        torch_dtype=torch.bfloat16,
-    )
+    refusal(door, checkpoint, shmload.ShardMalformed, checkpoint, "download it again")
 
 
 @every_door
@@ -203,14 +189,7 @@ def test_disk_that_fails_in_the_middle(checkpoint, door, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fill.os, "preadv", fail)
-    refusal(
-        door,
-        checkpoint,
-        shmload.ShardUnreadable,
-        checkpoint,
-        "Input/output error",
-        torch_dtype=torch.bfloat16,
-    )
+    refusal(door, checkpoint, shmload.ShardUnreadable, checkpoint, "Input/output error")
 
 
 def test_disk_that_fails_a_worker(checkpoint, workers_that):
@@ -221,12 +200,5 @@ def test_disk_that_fails_a_worker(checkpoint, workers_that):
         fill.os.preadv = fail
         """
     )
-    refusal(
-        shmload.warm,
-        checkpoint,
-        shmload.ShardUnreadable,
-        checkpoint,
-        "Input/output error",
-        torch_dtype=torch.bfloat16,
-    )
+    refusal(shmload.warm, checkpoint, shmload.ShardUnreadable, checkpoint, "Input/output error")
     assert starts() == 1  # a second worker would fail too, so none is started

@@ -33,7 +33,6 @@ def test_shard_truncated_in_the_middle(large, door):
         shmload.ShardTruncated,
         large,
         "download it again",
-        torch_dtype=torch.bfloat16,
         progress=once(lambda: os.truncate(large, 20_000_001)),
     )
     assert (error.wanted, error.got) == (size, 20_000_001)
@@ -43,7 +42,7 @@ def test_shard_truncated_in_the_middle(large, door):
 def test_shard_truncated_before_a_worker_reads_it(large, configure, before_decoding, inline_nbytes):
     configure(inline_nbytes=inline_nbytes, workers=1)
     before_decoding(lambda: os.truncate(large, 20_000_001))
-    refusal(shmload.warm, large, shmload.ShardTruncated, large, torch_dtype=torch.bfloat16)
+    refusal(shmload.warm, large, shmload.ShardTruncated, large)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -51,13 +50,7 @@ def test_shard_truncated_before_a_worker_reads_it(large, configure, before_decod
 @pytest.mark.fast
 def test_shard_changed_in_the_middle(large, door, change):
     refusal(
-        door,
-        large,
-        shmload.ShardChanged,
-        large,
-        "load again",
-        torch_dtype=torch.bfloat16,
-        progress=once(lambda: change(large)),
+        door, large, shmload.ShardChanged, large, "load again", progress=once(lambda: change(large))
     )
 
 
@@ -69,14 +62,7 @@ def test_shard_changed_between_its_header_and_its_weights(
     # Between plan and decode much time may pass, for example if another decoder died.
     configure(inline_nbytes=inline_nbytes, workers=1)
     before_decoding(lambda: change(checkpoint))
-    refusal(
-        shmload.warm,
-        checkpoint,
-        shmload.ShardChanged,
-        checkpoint,
-        "load again",
-        torch_dtype=torch.bfloat16,
-    )
+    refusal(shmload.warm, checkpoint, shmload.ShardChanged, checkpoint, "load again")
 
 
 @pytest.mark.parametrize("moment", ["before", "in the middle"])

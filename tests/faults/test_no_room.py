@@ -266,7 +266,6 @@ def test_no_room_in_the_control_group(large, door, cgroup):
         "19.08 MiB needed",
         "the memory control group leaves 6.00 MiB",
         "raise the container's memory limit",
-        torch_dtype=torch.bfloat16,
         progress=never,
     )
     assert (error.needed >> 20, error.available, error.errno) == (19, 6 << 20, errno.ENOSPC)
@@ -290,7 +289,6 @@ def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
         shmload.MemoryLimitExceeded,
         "the machine's memory leaves 6.00 MiB",
         "shmload rm",
-        torch_dtype=torch.bfloat16,
         progress=never,
     )
 

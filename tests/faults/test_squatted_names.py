@@ -1,4 +1,7 @@
-"""Names in /dev/shm taken by another user are not trusted, followed or removed."""
+"""Names in /dev/shm taken by another user are not trusted, followed or removed.
+
+tests/unit/host/test_kernel_answers.py has every kind of name; here two go through the doors.
+"""
 
 import contextlib
 import gc
@@ -20,19 +23,6 @@ def squat_link(path, victim):
     path.symlink_to(victim)
 
 
-def squat_readable_file(path, victim):
-    path.write_bytes(b"evil")
-    path.chmod(0o644)
-
-
-def squat_fifo(path, victim):
-    os.mkfifo(path)
-
-
-def squat_directory(path, victim):
-    path.mkdir()
-
-
 def squat_as_somebody_else(path, victim):
     path.write_bytes(b"evil")
     path.chmod(0o600)
@@ -43,9 +33,6 @@ every_squat = pytest.mark.parametrize(
     "squat",
     [
         squat_link,
-        squat_readable_file,
-        squat_fifo,
-        squat_directory,
         pytest.param(
             squat_as_somebody_else,
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away"),
@@ -102,7 +89,6 @@ def test_load_that_needs_a_squatted_name_is_refused(
             shmload.SegmentUntrusted,
             f"/dev/shm/{name}",
             "ask its owner to remove it",
-            torch_dtype=torch.bfloat16,
         )
         assert shmload.segments() == shmload.collect_garbage() == []
 

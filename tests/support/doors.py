@@ -1,6 +1,7 @@
 """The functions that take a source, and the check that each refuses bad input."""
 
 import pytest
+import torch
 
 import shmload
 
@@ -21,10 +22,13 @@ decoding_door = pytest.mark.parametrize(
 )
 
 
-def refusal(door, source, error, *words, **kwargs):
-    """Check that a call raises the right error with these words; return the error."""
+def refusal(door, source, error, *words, torch_dtype=torch.bfloat16, **kwargs):
+    """Check that a call raises the right error with these words; return the error.
+
+    The weights of the tests' checkpoints are float32, so with the default dtype they are decoded.
+    """
     with pytest.raises(error) as caught:
-        door(source, **kwargs)
+        door(source, torch_dtype=torch_dtype, **kwargs)
     assert type(caught.value) is error
     assert isinstance(caught.value, shmload.ShmloadError)
     for word in words:
