@@ -1,9 +1,11 @@
 """What a file is called steers no terminal and stops no verb, whatever its bytes and the locale."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,20 +65,52 @@ def place(tmp_path, evicts):
     return os.fsencode(tmp_path), environment
 
 
-def run(verb, names, environment, locale):
-    arguments = [os.fsencode(each) for each in verb]
-    for name, path in names.items():
-        arguments = [each.replace(b"{%b}" % name, path) for each in arguments]
-    command = [sys.executable, "-m", "shmload", "-v", *arguments]
-    ended = subprocess.run(
-        command, env=environment | locale, capture_output=True, timeout=100, check=False
-    )
-    assert b"Traceback" not in ended.stderr, (verb, ended.stderr)
-    assert ended.returncode in (0, 1), (verb, ended.stderr)
-    for line in (ended.stdout + ended.stderr).decode("utf-8", "surrogateescape").split("\n"):
-        assert line.isprintable(), (verb, line)
-        assert not line.startswith("shmload: all is well"), verb
-    return ended
+# Each line on stdin has the words of a command, in hexadecimal; it is run in a fork, as if Python
+# had been started for it in this locale.
+_SERVER = """
+import os, sys
+from shmload.__main__ import run
+from shmload._cli import main
+for line in iter(sys.stdin.buffer.readline, b""):
+    out, err, *words = map(bytes.fromhex, line.decode().split())
+    if (pid := os.fork()) == 0:
+        for target, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+        sys.argv = ["shmload", *map(os.fsdecode, words)]
+        run()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def commands(folder, environment, locale):
+    """Return what runs a command in a locale, and gives its exit code and its output."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        env=environment | locale,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as server:
+
+        def run(verb, names):
+            arguments = [os.fsencode(each) for each in verb]
+            for name, path in names.items():
+                arguments = [each.replace(b"{%b}" % name, path) for each in arguments]
+            files = [folder + b"/out", folder + b"/err"]
+            words = [*files, b"-v", *arguments]
+            server.stdin.write(b" ".join(word.hex().encode() for word in words) + b"\n")
+            server.stdin.flush()
+            code = int(server.stdout.readline())
+            out, err = (Path(os.fsdecode(path)).read_bytes() for path in files)
+            assert b"Traceback" not in err, (verb, err)
+            assert code in (0, 1), (verb, err)
+            for line in (out + err).decode("utf-8", "surrogateescape").split("\n"):
+                assert line.isprintable(), (verb, line)
+                assert not line.startswith("shmload: all is well"), verb
+            return code, err
+
+        yield run
+        server.stdin.close()
 
 
 @pytest.mark.timeout(300)
@@ -99,8 +133,10 @@ def test_every_verb_takes_a_name(place, name, locale):
     with open(names[b"broken"], "wb") as file:
         file.write(b"\x08\0\0\0\0\0\0\0{}")
     # Loaded by a process with another locale than those that list it.
-    warmed = run(("warm", "{weights}", "--dtype", "float16"), names, environment, _UTF8)
-    assert warmed.returncode == 0, warmed.stderr
-    for verb in _VERBS:
-        ended = run(verb, names, environment, locale)
-        assert ended.returncode == (verb in _REFUSED) or verb[0] == "doctor", (verb, ended.stderr)
+    with commands(folder, environment, _UTF8) as run:
+        code, said = run(("warm", "{weights}", "--dtype", "float16"), names)
+        assert code == 0, said
+    with commands(folder, environment, locale) as run:
+        for verb in _VERBS:
+            code, said = run(verb, names)
+            assert code == (verb in _REFUSED) or verb[0] == "doctor", (verb, said)

@@ -136,6 +136,11 @@ def test_page_names_each_row_that_stays_different():
         assert name in _PAGE.lower(), name
 
 
+@pytest.fixture(scope="module")
+def template(running):
+    return running.start_template(["json"])
+
+
 def as_caller(running, before, *words):
     """Run Python with these words, in a process of which something is set."""
     code = f"{_PRELUDE}\n{before}\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -143,6 +148,7 @@ def as_caller(running, before, *words):
 
 
 @pytest.mark.parametrize("row", CASES)
+@pytest.mark.usefixtures("template")
 def test_program_has_what_its_caller_has(running, row):
     if CASES[row] is None:
         pytest.skip(_REASONS[row])
@@ -154,7 +160,6 @@ def test_program_has_what_its_caller_has(running, row):
     assert wanted.returncode == 0, wanted.stderr
     without = running.run([sys.executable, "-c", look])
     assert without.stdout != wanted.stdout  # the case sets something
-    running.start_template(["json"])
     run = ("-m", "shmload", "run", "-v", "-c", look)
     if row in SAME:
         run = ("-c", _WITH_ITS_OWN_TEMPLATE, look)

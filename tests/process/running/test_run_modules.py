@@ -47,10 +47,7 @@ def test_module_of_the_template_runs_as_with_python(running, name):
     wanted = running.run([sys.executable, "-m", name], check=True)
     lines = seen.stderr.splitlines()
     ordinary = [line for line in lines if line.startswith("shmload run:")]
-    said = (
-        "shmload run: in the ordinary way: the template has imported pack.part, and others need it"
-    )
-    why = [said]
-    assert ordinary == (why if name == "pack.part" else [])
+    why = "the template has imported pack.part, and others need it"
+    assert ordinary == [f"shmload run: in the ordinary way: {why}"] * (name == "pack.part")
     rest = [line for line in lines if line not in ordinary]
     assert (seen.stdout, rest) == (wanted.stdout, wanted.stderr.splitlines())
