@@ -319,6 +319,8 @@ def test_item_that_cannot_be_pickled_stands_in_its_place(job):
     for number in (2, 4):
         assert isinstance(got[number], shmload.ItemFailed)
         assert got[number].index == number
+        assert "<unlocked" in str(got[number])
+        assert "cannot pickle" in str(got[number])
     assert len(pids_of(job)) == 2
 
 

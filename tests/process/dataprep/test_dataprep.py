@@ -208,11 +208,6 @@ def test_result_that_cannot_cross_is_the_items_error(job):
         list(job.map(lambda pipe, item: threading.Lock(), [0]))
 
 
-def test_item_that_cannot_cross_is_named(job):
-    with pytest.raises(shmload.ItemFailed, match=r"item 0, <unlocked .*cannot pickle"):
-        list(job.map(lambda pipe, item: item, [threading.Lock()]))
-
-
 def test_exit_in_the_function_is_an_error_of_the_item(job):
     with pytest.raises(shmload.ItemFailed, match="SystemExit: 3"):
         list(job.map(lambda pipe, item: exit(3), [0]))
