@@ -104,7 +104,22 @@ def call_function(
     """
     seed_generators(seed, index)
     with torch.no_grad():
-        return function(pipe, item)
+        try:
+            return function(pipe, item)
+        except (AttributeError, TypeError) as exc:
+            with contextlib.suppress(Exception):  # a failed note must not hide the error
+                _note_absent_components(exc, pipe)
+            raise
+
+
+def _note_absent_components(error: Exception, pipe: "DiffusionPipeline") -> None:
+    """Add to an error about None which components of the pipeline are None."""
+    absent = sorted(name for name, value in pipe.components.items() if value is None)
+    if absent and "'NoneType'" in str(error):
+        error.add_note(
+            f"None in this pipeline: {', '.join(absent)}; a job may have left them out by its "
+            "`components`"
+        )
 
 
 @contextlib.contextmanager
