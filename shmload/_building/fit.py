@@ -15,7 +15,7 @@ from shmload._checkpoints.resolve import Checkpoint, Source, components_with_wei
 from shmload._devices.destination import Destination
 from shmload._loading.progress import Step, Steps
 from shmload._loading.shard import stored_sizes
-from shmload._placement.device_map import STRATEGIES, devices_in, matches, parse_device
+from shmload._placement.device_map import STRATEGIES, entries_of, matches, parse_device
 from shmload._placement.inventory import (
     CPU,
     Inventory,
@@ -129,7 +129,7 @@ class Fit:
             return without_host_limits(limit_inventory(limits), limits)
         if device_map in STRATEGIES:
             return None
-        named = {parse_device(device) for _, device in devices_in(device_map)}
+        named = {parse_device(device) for _, device in entries_of(device_map)}
         devices = (boundless(name) for name in sorted(named) if not is_on_the_host(name))
         return Inventory(devices=(*devices, host))
 
@@ -217,15 +217,15 @@ def _may_divide(device_map: object) -> bool:
     """Tell whether a map divides components, or may do so."""
     if not isinstance(device_map, Mapping):
         return device_map in STRATEGIES
-    return any(len(keys) > 1 or "." in str(keys[0]) for keys, _ in devices_in(device_map))
+    return any("." in path for path, _ in entries_of(device_map))
 
 
 def _reaches_into(device_map: object, components: Collection[str]) -> bool:
     """Tell whether a map has a key below one of some components."""
     if not isinstance(device_map, Mapping):
         return False
-    for keys, _ in devices_in(device_map):
-        first, _, rest = ".".join(filter(None, map(str, keys))).partition(".")
+    for path, _ in entries_of(device_map):
+        first, _, rest = path.partition(".")
         if "" in components and first:  # a model by itself
             return True
         if rest and any(matches(each, first) for each in components):

@@ -9,7 +9,7 @@ import msgspec
 
 from shmload._checkpoints.resolve import Source
 from shmload._decoding.ring import Ring, ring_shape
-from shmload._placement.device_map import STRATEGIES, devices_in, parse_device, require_names
+from shmload._placement.device_map import STRATEGIES, entries_of, parse_device
 from shmload._placement.inventory import (
     DISK,
     OFFLOAD,
@@ -59,9 +59,9 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             parse_max_memory(self.max_memory)
         if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
             return
-        for keys, value in devices_in(self.device_map):
-            require_names(keys)
-            if parse_device(value, is_all=not keys) == DISK:
+        is_all = not isinstance(self.device_map, Mapping)
+        for _, value in entries_of(self.device_map):
+            if parse_device(value, is_all=is_all) == DISK:
                 self._require_folder()
 
     @property
@@ -124,7 +124,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         """The devices that the map names; none if it is a strategy."""
         if isinstance(self.device_map, str) and self.device_map in STRATEGIES:
             return []
-        return [device for _, device in devices_in(self.device_map)]
+        return [device for _, device in entries_of(self.device_map)]
 
     def require_no_limit(self, source: Source, reason: str = "") -> None:
         """Check that no `max_host_memory` is given. For weights that cannot take the ring.

@@ -17,14 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from shmload._placement.inventory import (
-    CPU,
-    DISK,
-    META,
-    OFFLOAD,
     USUAL,
     Current,
     Inventory,
     canonical_device,
+    is_on_the_host,
 )
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import nearest
@@ -45,7 +42,6 @@ _MAX_DEPTH = 100
 # An error names so many modules at most.
 _MOST_LISTED = 6
 
-Keys = tuple[object, ...]
 Devices = dict[str, str]
 """Devices by dotted path: of every unit of a pipeline (`Module.units`)."""
 
@@ -79,51 +75,30 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
-    if isinstance(device_map, Mapping):
-        return {path: _parse_device(value, inventory) for path, value in _flatten(device_map)}
-    return {"": _parse_device(device_map, inventory, is_all=True)}
+    is_all = not isinstance(device_map, Mapping)
+    found = {}
+    for path, value in entries_of(device_map):
+        found[path] = device = parse_device(value, inventory.current, is_all=is_all)
+        if not is_on_the_host(device) and inventory.find(device) is None:
+            raise DeviceMissing(device, inventory.names)
+    return found
 
 
-def _flatten(device_map: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    for keys, value in devices_in(device_map):
-        path = ""
-        for key in require_names(keys):
-            path = join(path, key)
-        yield path, value
-
-
-def require_names(keys: Keys) -> tuple[str, ...]:
-    """Return the keys that lead to a device.
+def entries_of(device_map: object, above: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield the devices that a map names, each with the dotted path that leads to it.
 
     Raises:
-        DeviceMapMalformed: one of them is not a text.
-    """
-    for key in keys:
-        if not isinstance(key, str):
-            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
-    return tuple(map(str, keys))
-
-
-def devices_in(device_map: object, above: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """Yield the devices that a map names, each with the keys that lead to it.
-
-    Raises:
-        DeviceMapMalformed: it is deeper than any model, or contains itself.
+        DeviceMapMalformed: a key is not a text; or it is deeper than any model, or contains itself.
     """
     if not isinstance(device_map, Mapping):
         yield above, device_map
         return
-    if len(above) == _MAX_DEPTH:
+    if depth == _MAX_DEPTH:
         raise DeviceMapMalformed(f"it is nested more than {_MAX_DEPTH} levels deep")
     for key, value in device_map.items():
-        yield from devices_in(value, (*above, key))
-
-
-def _parse_device(value: object, inventory: Inventory, *, is_all: bool = False) -> str:
-    device = parse_device(value, inventory.current, is_all=is_all)
-    if device not in (CPU, DISK, META, OFFLOAD) and inventory.find(device) is None:
-        raise DeviceMissing(device, inventory.names)
-    return device
+        if not isinstance(key, str):
+            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
+        yield from entries_of(value, join(above, key), depth + 1)
 
 
 def parse_device(value: object, current: Current = USUAL, *, is_all: bool = False) -> str:
