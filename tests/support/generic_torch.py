@@ -15,6 +15,13 @@ def put_in(monkeypatch):
     monkeypatch.setattr(torch, "Event", lambda device: _Event(calls))
     consumer = _Stream(calls, "the consumer")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: consumer)
+    for name, value in {  # CUDA's own are older
+        "Stream": lambda device: _Stream(calls),
+        "stream": lambda stream: stream,
+        "Event": lambda blocking: _Event(calls),
+        "current_stream": lambda device: consumer,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
     return calls
 
 

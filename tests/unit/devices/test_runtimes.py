@@ -10,6 +10,7 @@ import torch
 from devices import LateDevice
 from runtime_contract import RuntimeContract
 
+from shmload._runtimes.cuda import CudaRuntime
 from shmload._runtimes.generic import GenericRuntime
 from shmload._runtimes.kinds import KINDS, Kind, is_known, runtime_of
 from shmload._runtimes.runtime import HostRuntime
@@ -50,13 +51,15 @@ def calls(monkeypatch):
     return generic_torch.put_in(monkeypatch)
 
 
-def test_generic_lane_waits_for_the_consumer_and_events_for_the_lane(calls):
-    runtime = GenericRuntime(torch.device("cpu"))
+@pytest.mark.parametrize("kind", [GenericRuntime, CudaRuntime])
+def test_lane_waits_for_the_consumer_and_events_for_the_lane(calls, kind):
+    runtime = kind(torch.device("cpu"))
     calls.clear()
     target = runtime.empty(8)
     runtime.follow(3)
     runtime.copy(target, torch.ones(8, dtype=torch.uint8), 3)
     runtime.record(3).wait()
+    runtime.join(3)
     runtime.follow(3)
     assert calls == [
         "make stream 0",
@@ -65,6 +68,7 @@ def test_generic_lane_waits_for_the_consumer_and_events_for_the_lane(calls):
         "copy on stream 0",
         "record on stream 0",
         "synchronize",
+        "the consumer waits for stream 0",
         "stream 0 waits for the consumer",
     ]
 
