@@ -171,28 +171,23 @@ class Watch:
     def effects(self, build: Callable[[], object], snapshot: Snapshot) -> Effects:
         """Call a function, from random states that are the same each time; return what it left."""
         set_seeds()
-        self._during(lambda: None, snapshot)
-        return self._during(build, snapshot)
-
-    def _during(self, function: Callable[[], object], snapshot: Snapshot) -> Effects:
+        self._values = _values()
         self._deeds.clear()
         self._messages.clear()
         self._is_on = True
         try:
-            function()
+            build()
         finally:
             self._is_on = False
         messages = map(_message, self._messages)
         # A level below that of any handler hides a record.
         heard = tuple(sorted(each for each in messages if each.level >= 0))
-        self._messages.clear()
         changes = sorted({*self._changed_values(), *snapshot.changes(), *self._deeds})
         return Effects(tuple(changes), heard)
 
     def _changed_values(self) -> Iterator[str]:
-        before, self._values = self._values, _values()
-        for name, value in self._values.items():
-            if value != before[name]:
+        for name, value in _values().items():
+            if value != self._values[name]:
                 digest = zlib.crc32(ADDRESS.sub("", repr(value)).encode())
                 yield f"{name} was changed: {digest:x}"
 
@@ -200,7 +195,7 @@ class Watch:
 def set_seeds() -> None:
     """Set the random states, which a fork renews."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     np.random.seed(0)
 
 

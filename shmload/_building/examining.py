@@ -180,9 +180,13 @@ class Examination:
         own = f"{SHM_DIR}/{name_prefix()}"
         snapshot, watch = Snapshot(), Watch(lambda path: path.startswith(own))
 
+        def look(build: Callable[[], object]) -> list[Effects]:
+            list(snapshot.changes())  # what the fork has changed
+            return [watch.effects(build, snapshot) for _ in range(2)]
+
         def effects(build: Callable[[], object]) -> list[Effects]:
             """Return what the first and the second build leave."""
-            return in_child(lambda: [watch.effects(build, snapshot) for _ in range(2)])
+            return in_child(lambda: look(build))
 
         wanted = effects(self._build.build_ordinarily)
         got = effects(lambda: self._build.build_around(made))
