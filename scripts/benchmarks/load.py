@@ -1,11 +1,13 @@
 """One process: the figures of `scripts/bench load`."""
 
+import mmap
 import os
 import statistics
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.attach import Attach, load_pipeline, touched
 from benchmarks.bench import Bench, Suite, Way, weight_files, weights_nbytes
@@ -17,6 +19,8 @@ from benchmarks.probes import Numbers, time_call, warm
 _SAME_DTYPE_FACTOR = 3
 _SMALL_CALLS = 7
 _BLOCK_NBYTES = 1 << 20
+_PAGE_NBYTES = 4096
+_FLOOR_NBYTES = 1 << 30
 
 _IMPORTS = """\
 import torch
@@ -208,10 +212,7 @@ def plain_loop(*paths: str) -> Numbers:
     nbytes = 0
     elapsed_s = 0.0
     for path in paths:
-        with (
-            open(path, "rb", buffering=0) as shard,
-            tempfile.TemporaryFile(dir="/dev/shm", buffering=0) as target,
-        ):
+        with open(path, "rb", buffering=0) as shard, _fresh_file() as target:
             source, position = shard.fileno(), 0
             end = os.fstat(source).st_size
             offset = 8 + int.from_bytes(os.pread(source, 8, 0), "little")
@@ -228,6 +229,72 @@ def plain_loop(*paths: str) -> Numbers:
     return {"bytes_per_s": nbytes / elapsed_s}
 
 
+def _fresh_file() -> Any:
+    """Open a new file in /dev/shm without a name, so that the kernel frees it in any case."""
+    return tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
+
+
+# Floors -------------------------------------------------------------------------------------------
+
+
+def measure_floors(bench: Bench) -> list[Figure]:
+    """This machine's floors: times and throughputs that no loader can beat."""
+    files = weight_files(bench.source("sd15-fp32"))
+    largest = max(files, key=lambda path: path.stat().st_size)
+    starts = {
+        "Python starts and ends": "pass",
+        "import shmload": "import shmload",
+        "import torch": "import torch",
+        "import the pipeline's classes": _IMPORTS,
+    }
+    ways = {what: bench.python(code) for what, code in starts.items()}
+    rounds = bench.measure(ways | {"memory": bench.probe(memory_floors, largest)}, largest.parent)
+    rates = {name: rounds.sample("memory", name) for name in rounds.results["memory"][0]}
+    memory = {name.removesuffix(", bytes_per_s"): sample for name, sample in rates.items()}
+    floors = {what: rounds.sample(what, "wall_s") for what in starts} | memory
+    return [
+        Figure(name=f"floor: {what}", what=what, sample=sample) for what, sample in floors.items()
+    ]
+
+
+def memory_floors(path: str) -> Numbers:
+    """Measure throughputs that no loader can beat, over 1 GiB each."""
+    import numpy as np
+
+    block = bytearray(_BLOCK_NBYTES)
+    pages = slice(None, None, _PAGE_NBYTES)
+    source = np.ones(_FLOOR_NBYTES, np.uint8)
+    target = np.zeros_like(source)
+    target[:] = source
+    offsets = range(0, _FLOOR_NBYTES, _BLOCK_NBYTES)
+
+    def read() -> None:
+        with open(path, "rb", buffering=0) as file:
+            for offset in offsets:
+                os.preadv(file.fileno(), [block], offset)
+
+    with _fresh_file() as shared, mmap.mmap(-1, _FLOOR_NBYTES) as private:
+
+        def write() -> None:
+            for offset in offsets:
+                os.pwrite(shared.fileno(), block, offset)
+
+        took_s = {
+            "copy memory to memory, pages in use": time_call(partial(np.copyto, target, source)),
+            "pread of cached file, 1 MiB at a time": time_call(read),
+            "pwrite to fresh pages in /dev/shm": time_call(write),
+            "pwrite to the same pages again": time_call(write),
+        }
+        ones = bytes([1]) * (_FLOOR_NBYTES // _PAGE_NBYTES)
+        touch = partial(private.__setitem__, pages, ones)
+        took_s["first touch of fresh private pages"] = time_call(touch)
+        with mmap.mmap(shared.fileno(), _FLOOR_NBYTES) as mapping:
+            # One byte of each page, as the first use of attached weights does.
+            touch_shared = partial(mapping.__getitem__, pages)
+            took_s["first touch of attached shared pages"] = time_call(touch_shared)
+    return {f"{what}, bytes_per_s": _FLOOR_NBYTES / each_s for what, each_s in took_s.items()}
+
+
 SUITE = Suite(
     measures={
         "attach": measure_attach,
@@ -237,6 +304,7 @@ SUITE = Suite(
         "keys": measure_keys,
         "small": measure_small,
         "decode": measure_decode,
+        "floors": measure_floors,
     },
     sources=("small-fp32", "tensors-90000", "flux-small", "flux-keys", "sd15-fp32", "sd15-bf16"),
     disk_gb=9,

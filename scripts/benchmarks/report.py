@@ -18,11 +18,17 @@ def format_report(machine: Mapping[str, str], figures: Iterable[Figure]) -> str:
     """Return the whole report as text."""
     lines = [f"{name:26} {value}" for name, value in machine.items()]
     lines += [_METHOD, _row("", "reached", "to reach", "")]
+    floors = []
     for figure in figures:
+        if figure.name.startswith("floor: "):
+            floors.append(f"  {figure.what:45} {_spread(figure.sample)}")
+            continue
         verdict = {None: "", True: "yes", False: "NO"}[figure.is_reached]
         lines.append(_row(figure.what, _median(figure.sample), figure.target or "", verdict))
         shown = {"spread": figure.sample, **figure.beside}
         lines += [f"    {label:45} {_spread(sample)}" for label, sample in shown.items()]
+    if floors:
+        lines += ["", "floors of this machine", *floors]
     return "\n".join(lines)
 
 
