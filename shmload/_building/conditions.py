@@ -142,7 +142,7 @@ def conditions_of(trace: Trace, named: Iterable[Any]) -> Conditions:
 def why_unmet(conditions: Conditions) -> str | None:
     """Return what is not as it was; None if all is. Imports nothing.
 
-    A module that this process has not imported has been changed by nobody.
+    What is patched is looked for in imported modules alone; files are compared in any case.
     """
     if reason := why_other(conditions.modes):
         return reason
@@ -165,7 +165,7 @@ def without_unmet(conditions: Conditions) -> Conditions:
 
 
 def changed_file(conditions: Conditions) -> str | None:
-    """Return a file of the code that ran which was edited, so that nothing is known any more."""
+    """Return a file whose code ran and that was edited since; None if there is none."""
     return next((f for f, stamp in conditions.stamps.items() if _stamp(f) != stamp), None)
 
 
@@ -239,9 +239,9 @@ def _codes(function: Any) -> Iterator[_Code]:
 
 
 def _digest(value: Any) -> int:
-    """Digest a plain value; of a function where its code is, and its plain defaults.
+    """Digest a plain value; of a function, where its code is, and its plain defaults.
 
-    Of other things, what they are and where they come from.
+    Of other things, their class and what they are called.
     """
     # Not isinstance: some objects warn when they are asked for their class.
     if not issubclass(type(value), _METHODS):

@@ -176,7 +176,7 @@ class Examination:
                 importlib.import_module(module)
         made = replace(made, conditions=without_unmet(made.conditions))
         gc.collect()
-        gc.disable()  # what ends of earlier work would count as left by a build
+        gc.disable()  # objects of earlier work that it ends would count as changed by a build
         own = f"{SHM_DIR}/{name_prefix()}"
         snapshot, watch = Snapshot(), Watch(lambda path: path.startswith(own))
 

@@ -135,11 +135,13 @@ class Judge:
         if not self._has_imported:
             self._has_imported = True
             _import_libraries()
-        if self._queue.take(path) is None:
+        taken = self._queue.take(path)  # it may be another one by now
+        if taken is None:
             return
-        if why := _watch(_fork(lambda: make(work)), work.cache):
-            self._give_up(work, why)
-        self._queue.done()
+        if why := _watch(_fork(lambda: make(taken)), taken.cache):
+            self._give_up(taken, why)
+        else:
+            self._queue.done()
 
     def _give_up(self, work: Work, why: str) -> None:
         from shmload._segments.view import remove_dead_views

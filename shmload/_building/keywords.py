@@ -167,7 +167,9 @@ def require_taken(
 def require_taken_by_file(
     kwargs: Collection[str], function: Callable[..., Any], find_class: Callable[[], Any]
 ) -> None:
-    """Refuse a keyword that neither `from_single_file` nor the class takes.
+    """Refuse a keyword that neither `from_single_file` nor the constructor takes.
+
+    The method is diffusers' own: classes that have it do not write another.
 
     Args:
         kwargs: what a function got beside the arguments in its signature.

@@ -129,7 +129,7 @@ _FACTS: dict[str, Callable[[torch.Tensor], object]] = {
     "device": lambda tensor: tensor.device,
     "inference": lambda tensor: tensor.is_inference(),
     # torch warns of the question otherwise
-    "no gradient": lambda tensor: not tensor.is_leaf or tensor.grad is None,
+    "a gradient": lambda tensor: tensor.is_leaf and tensor.grad is not None,
     "grad_fn": lambda tensor: type(tensor.grad_fn),
 }
 

@@ -59,7 +59,7 @@ def modes() -> dict[str, str]:
 
 
 def why_other(before: dict[str, str]) -> str | None:
-    """Return what of the state forbids to use what was built in another; None if nothing does.
+    """Return why this process may not use what was built in another state; None if it may.
 
     Args:
         before: the modes in which it was built.

@@ -201,7 +201,7 @@ def shape_in_bytes(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // count * nbytes)
 
 
-def largest_dtype(tensors: Iterable[tuple[str, int]]) -> str:
+def prevailing_dtype(tensors: Iterable[tuple[str, int]]) -> str:
     """Return the dtype that most bytes have; empty for no tensors.
 
     Args:

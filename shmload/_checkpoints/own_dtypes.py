@@ -9,7 +9,7 @@ leaves to the libraries gets what its configuration names.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, largest_dtype, parse_dtype
+from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype, prevailing_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import Checkpoint, Source, config_of
@@ -66,7 +66,7 @@ def most_common_dtype(source: Source) -> str:
         CheckpointError: a header is wrong.
     """
     floats = [each for checkpoint in source.checkpoints for each in _floats(checkpoint)]
-    return _named(largest_dtype(floats)) or _DEFAULT
+    return _named(prevailing_dtype(floats)) or _DEFAULT
 
 
 def _is_auto(dtype: object) -> bool:
@@ -78,7 +78,7 @@ def _own_dtype(checkpoint: Checkpoint) -> str | None:
     if not checkpoint.class_name:
         return None
     if checkpoint.library == "diffusers":  # which notes none
-        return _named(largest_dtype(_floats(checkpoint)))
+        return _named(prevailing_dtype(_floats(checkpoint)))
     return _configured(checkpoint.config) or _first(_floats(checkpoint))
 
 

@@ -111,6 +111,8 @@ def measure_copies() -> list[CopySpeed]:
     """
     import torch
 
+    from shmload._runtimes.generic import name_of
+
     names = kinds.accelerator_names()
     if not names:
         return []
@@ -118,11 +120,11 @@ def measure_copies() -> list[CopySpeed]:
     pinned = pageable.pin_memory()
     return [
         CopySpeed(
-            kinds.module_of(kinds.machine_kind()).get_device_name(number),
+            name_of(torch.device(name)),
             _copy_speed(pageable, name),
             _copy_speed(pinned, name),
         )
-        for number, name in enumerate(names)
+        for name in names
     ]
 
 

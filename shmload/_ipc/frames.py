@@ -60,11 +60,13 @@ def serve_parent(serve: Callable[[socket.socket, int], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel_fd, parent = map(int, sys.argv[-2:])
     channel = take_channel(channel_fd)
-    with contextlib.suppress(ProcessLookupError):
+    try:
         parent_fd = os.pidfd_open(parent)
-        if os.getppid() == parent:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # during an answer
-                serve(channel, parent_fd)
+    except ProcessLookupError:
+        return
+    if os.getppid() == parent:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # during an answer
+            serve(channel, parent_fd)
 
 
 def send(channel: socket.socket, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:

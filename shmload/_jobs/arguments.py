@@ -63,7 +63,7 @@ def devices_of(devices: str | Sequence[Any], procs: int) -> tuple[str, ...]:
     """Return the device of each process by name; of this process if `procs` is 0.
 
     Raises:
-        ArgumentError: a device is not known, cannot compute, or is a GPU on a machine without one.
+        ArgumentError: a device is not known, cannot compute, or has no driver here.
     """
     if devices == "round-robin":
         _require_driver(devices, kinds.may_have_accelerators())
@@ -84,6 +84,7 @@ def _require_driver(device: str, has_driver: bool) -> None:
     """Raise an error now, and not after the libraries are imported."""
     if not has_driver:
         raise ArgumentError(
-            f"devices names {device!r}, but this machine has no driver of such a device; install "
-            "it, or give devices='cpu'"
+            f"devices names {device!r}, but this machine has no driver of "
+            f"{'an accelerator' if device == 'round-robin' else 'such a device'}; install it, or "
+            "give devices='cpu'"
         )

@@ -53,7 +53,7 @@ def main() -> None:
     # A terminal or a service manager sends these to the whole process group; the job's process
     # decides what they mean. The job has blocked SIGINT; its program may have blocked others, or
     # ignored SIGCHLD, and children inherit both.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # before it is not blocked any more
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # while it is still blocked
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

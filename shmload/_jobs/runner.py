@@ -156,16 +156,16 @@ def move(pipe: "DiffusionPipeline", device: str, place: int) -> None:
         place: of the runner; for `round-robin` it decides which GPU is its own.
 
     Raises:
-        ArgumentError: torch finds no accelerator here.
-        DeviceMissing: it does not find this one.
+        ArgumentError: torch finds no accelerator here, or not this one.
     """
-    if device == ROUND_ROBIN:
-        names = kinds.accelerator_names()
-        if not names:
-            raise ArgumentError("devices is 'round-robin', but torch finds no accelerator here")
-        device = names[place % len(names)]
     if device == CPU:
         return
+    names = kinds.accelerator_names()
+    if device not in (*names, ROUND_ROBIN) or not names:
+        found = " and ".join(names) or "no accelerator"
+        raise ArgumentError(f"devices names {device!r}, but torch finds {found} here")
+    if device == ROUND_ROBIN:
+        device = names[place % len(names)]
     from shmload._building.placing import place_pipeline
 
     place_pipeline(pipe, Destination(device_map=device))

@@ -77,7 +77,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
     """Names of accelerators that are there, and that nothing is placed on."""
     current_index: int = 0
-    """Of the accelerator that a name without an index means, such as `xpu`."""
+    """Index of the accelerator that a name without one means, such as `xpu`."""
 
     @property
     def names(self) -> list[str]:

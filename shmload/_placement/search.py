@@ -45,7 +45,7 @@ class _Way(msgspec.Struct, frozen=True, kw_only=True):
     reserved: Mapping[str, int]
     """What stays free of some devices for weights that pass, in bytes."""
     main: str = ""
-    """Where blocks compute for which no device has room; empty if none may wait."""
+    """The device where blocks compute that no device has room for; empty if none may wait."""
 
     def follow(self, items: Sequence[Divided], rooms: Rooms, level: float = 1.0) -> Plan | None:
         """Place the components, each device filled up to a share; None if there is no room."""

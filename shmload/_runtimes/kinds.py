@@ -89,8 +89,8 @@ def meant_kind(name: str) -> str | None:
 
 def may_have_accelerators() -> bool:
     """Tell without torch whether this machine has a driver for accelerators, as far as known."""
-    paths = (path for row in KINDS.values() for path in (*row.drivers, _ANY_ACCELERATOR))
-    return any(map(os.path.exists, paths))
+    paths = (path for row in KINDS.values() for path in row.drivers)
+    return any(map(os.path.exists, (_ANY_ACCELERATOR, *paths)))
 
 
 def may_have(kind: str) -> bool:

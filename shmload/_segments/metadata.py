@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shmload._checkpoints.dtypes import TORCH_NAMES, largest_dtype
+from shmload._checkpoints.dtypes import TORCH_NAMES, prevailing_dtype
 from shmload._checkpoints.header import TensorSpec
 from shmload._version import __version__
 
@@ -125,7 +125,7 @@ def main_dtype(tensors: Sequence[TensorSpec], conversion: str) -> str:
     """
     target = conversion.partition("/")[0]
     if target not in TORCH_NAMES:  # raw: the tensors are as the file has them
-        target = largest_dtype((each.dtype, each.nbytes) for each in tensors)
+        target = prevailing_dtype((each.dtype, each.nbytes) for each in tensors)
     return TORCH_NAMES.get(target, target)
 
 

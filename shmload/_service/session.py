@@ -267,7 +267,7 @@ class ProgressStream:
             self._unsent = to_frame(self._latest)
             self._took_at = time.monotonic()
         # MSG_DONTWAIT is not enough: on a socket with a timeout Python waits before it sends.
-        if not _is_now(self._connection, select.POLLOUT):
+        if not _has_event(self._connection, select.POLLOUT):
             return
         # An error means that the client has left, which `has_hung_up` tells.
         with contextlib.suppress(OSError):
@@ -293,10 +293,10 @@ def _told(fields: Mapping[str, object]) -> dict[str, object]:
 
 def has_hung_up(connection: socket.socket) -> bool:
     """Tell whether the other end is closed; what it sent before can still be read."""
-    return _is_now(connection, select.POLLRDHUP)
+    return _has_event(connection, select.POLLRDHUP)
 
 
-def _is_now(connection: socket.socket, event: int) -> bool:
+def _has_event(connection: socket.socket, event: int) -> bool:
     poll = select.poll()
     poll.register(connection, event)
     return bool(poll.poll(0))

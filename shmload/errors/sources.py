@@ -193,23 +193,23 @@ class ShardMalformed(CheckpointError):
 
 
 class WrongFormat(ShardMalformed):
-    """A file is of a kind that shmload does not read.
+    """A file is of a kind that shmload does not read, or does not read there.
 
     Attributes:
         kind: its kind, such as `HDF5`.
         nbytes: its size, in bytes.
     """
 
-    def __init__(self, path: _Path, kind: str, nbytes: int, remedy: str) -> None:
+    def __init__(self, path: _Path, kind: str, nbytes: int, remedy: str, where: str = "") -> None:
         self.path = path
         self.reason = self.kind = kind
         self.nbytes = nbytes
-        article = "an" if kind[0] in "AHO" else "a"
+        article = "an" if kind[0] in "AHOu" else "a"
         noun = "" if " " in kind or kind == "text" else " file"
         CheckpointError.__init__(
             self,
             f"{path} is {article} {kind}{noun} ({format_nbytes(nbytes)}), which shmload does not "
-            f"read: {remedy}",
+            f"read{where}: {remedy}",
         )
 
 

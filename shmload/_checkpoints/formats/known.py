@@ -17,7 +17,7 @@ from shmload._checkpoints.header import Format, Header, read_head
 FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
 READ_REMOTELY = tuple(each for each in FORMATS if each.header_end)
-"""Those of files that are read in buckets and on web servers."""
+"""Those whose files are read from buckets and web servers."""
 POINTER = pointers_to(FORMATS)
 OF_SEGMENTS = SAFETENSORS
 """The format of what stands in for a file of any format."""

@@ -58,9 +58,10 @@ def _read_header(formats: tuple[Format, ...], fd: int, path: str | os.PathLike[s
         read = " or ".join(each.name for each in formats if each.header_end)
         raise WrongFormat(
             wanted.url,
-            named.name if named else "other",
+            named.name if named else "unknown",
             wanted.nbytes,
-            f"only {read} are read from a bucket or a web server; download the file first",
+            f"it reads {read} there; download the file first",
+            " from a bucket or a web server",
         )
     real = os.path.realpath(path)
     # It may have come with somebody else's model, and would use this user's credentials.

@@ -432,7 +432,9 @@ def test_weights_in_pickles_are_named(server, saved, kind, name, pickled):
     stored = f"sd/{component}/{name}.safetensors"
     server.objects[f"sd/{component}/{pickled}.bin"] = server.objects.pop(stored)
     url = f"{server.url_in(kind)}/sd"
-    message = rf"{url}/{component}/{pickled}\.bin .*only safetensors are read from a bucket"
+    message = (
+        rf"{url}/{component}/{pickled}\.bin .*does not read from a bucket or a web server: it "
+    )
     with pytest.raises(shmload.WrongFormat, match=message) as caught:
         shmload.warm(url)
     assert "cache" not in str(caught.value)
