@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from shmload._host.changes import Change, free, free_locks, give_up_imports, modules_in_work
 from shmload._host.limits import chain_of
@@ -101,7 +101,7 @@ def _require_whole_torch() -> None:
         raise ImportCutShort(package)
 
 
-def library(module: str) -> Any:
+def library(module: Literal["module_trees", "pipeline_maker", "rules", "skeletons"]) -> Any:
     """Import a module of `_building`, which answers with the help of the model libraries.
 
     Raises:

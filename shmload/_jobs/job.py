@@ -22,7 +22,7 @@ from shmload._jobs.item_bar import ItemBar
 from shmload._jobs.maps import Function, map_here, map_in_crew
 from shmload._jobs.storing import Storing, Undone, end_if_all_fail
 from shmload._placement.inventory import CPU
-from shmload._runtimes.kinds import USUAL_KIND
+from shmload._runtimes.kinds import likely_kind
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ItemError, ItemFailed
 from shmload.integrations.handles import Handle
@@ -91,7 +91,9 @@ class Job:
         self._item_timeout_s = item_timeout_s
         self._is_mapping = False
         chosen = devices_of(devices, procs)
-        kinds = {USUAL_KIND if name == "round-robin" else name.partition(":")[0] for name in chosen}
+        kinds = {
+            likely_kind() if name == "round-robin" else name.partition(":")[0] for name in chosen
+        }
         self._kinds = ",".join(sorted(kinds))
         self._crew = None
         if procs:

@@ -99,6 +99,12 @@ def may_have(kind: str) -> bool:
     return not drivers or any(map(os.path.exists, drivers))
 
 
+def likely_kind() -> str:
+    """Return the kind of this machine's accelerators, without torch: by what drivers are there."""
+    found = (kind for kind, row in KINDS.items() if row.drivers and may_have(kind))
+    return next(found, USUAL_KIND)
+
+
 def runtime_of(device: "torch.device") -> "Runtime":
     """Return the runtime of a device that tensors are to be copied to.
 
