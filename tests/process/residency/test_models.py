@@ -167,7 +167,7 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
         warm(pipelines[0], dtype)
     narrow, other = shmload.models()
     assert (narrow.dtype, other.dtype) == ("bfloat16", "float16")
-    assert f"{narrow.id}  stable-diffusion" in shmload.models().table(with_ids=True).text()
+    assert f"{narrow.id}  stable-diffusion" in shmload.models().page(with_ids=True).text()
     assert {info.dtype for info in shmload.evict(other.id)} == {"float16"}
     assert names_of(shmload.models()) == [("stable-diffusion", "bfloat16", ("unet", "vae"))]
     warm(pipelines[0], "float16")

@@ -122,13 +122,16 @@ def test_program_knows_what_decides_a_build_and_no_secret(monkeypatch):
     assert "secret" not in environment.values()
 
 
-def test_judge_imports_nothing_from_the_folder_in_which_a_program_ran(tmp_path, monkeypatch):
+def test_judge_imports_nothing_from_the_folder_in_which_a_program_ran(
+    tmp_path, tmp_path_factory, monkeypatch
+):
     """Another user may write there; a script does not import from there either."""
     for name in ("json", "shmload", "msgspec"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))  # nothing waits
     program = Program.of_this_process()
-    with Lock.try_take(tmp_path / "lock") as lock:  # nothing waits: it ends
+    with Lock.try_take(tmp_path / "lock") as lock:
         done = run_to_end(program.command(lock), env=program.environment, pass_fds=[lock.fd])
     assert (done.returncode, done.stderr) == (0, "")
     assert not (tmp_path / "ran").exists()
