@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+import shmload._runtimes.generic  # noqa: F401 while torch is the real one
 from shmload._doctor.speed import is_file_cached, measure_copies, measure_reading
 
 
@@ -31,9 +32,13 @@ class FakeTorch(types.ModuleType):
         self.cuda = types.SimpleNamespace(
             is_available=lambda: True,
             device_count=lambda: 1,
-            get_device_name=lambda number: f"Device {number}",
+            get_device_name=lambda device: f"Device {device.index}",
             synchronize=lambda device: None,
         )
+
+    def device(self, name):
+        kind, _, index = name.partition(":")
+        return types.SimpleNamespace(type=kind, index=int(index))
 
     def ones(self, *_, **__):
         return self._tensor("pageable")
