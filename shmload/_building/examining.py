@@ -16,7 +16,7 @@ from shmload._building.build import Build
 from shmload._building.conditions import Trace, conditions_of, without_unmet
 from shmload._building.draws import Draw, Draws, next_number, renumber
 from shmload._building.effects import Effects, Message, Watch, set_seeds
-from shmload._building.judging import in_child
+from shmload._building.limited import in_child
 from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.parts import modules
 from shmload._building.pickling import Models, PickledModels, pickle_models

@@ -21,32 +21,22 @@ import pickle
 import resource
 import select
 import signal
-import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
-from shmload._building.queued import Program, Queue, Refused, Work, queue
-from shmload._host.changes import limit_inherited_threads
+from shmload._building.limited import fork, in_child
+from shmload._building.queued import Program, Queue, Work, queue
 from shmload._host.descriptors import Lock
 from shmload._host.idleness import free_nbytes, give_way, observe, why_wait
 from shmload._host.procfs import private_nbytes
-from shmload._ipc.procs import die_with_parent
 from shmload._settings import settings
 from shmload._wording import logger_of
 
 logger = logger_of(__name__)
 
-_T = TypeVar("_T")
-# The whole of one request, on a machine that has other work.
-_DEADLINE_S = 300
-# Processor time of one judge, and of one of its processes, in seconds.
+# Processor time of one judge, in seconds.
 _MOST_CPU_S = 120.0
-_MOST_PROCESS_CPU_S = 60
 # What its processes may take together, without what they share, in bytes; and what must be free.
 _MOST_NBYTES = 2 << 30
 _NEEDED_NBYTES = 1 << 30
@@ -138,7 +128,7 @@ class Judge:
         taken = self._queue.take(path)  # it may be another one by now
         if taken is None:
             return
-        if why := _watch(_fork(lambda: make(taken)), taken.cache):
+        if why := _watch(fork(lambda: make(taken)), taken.cache):
             self._give_up(taken, why)
         else:
             self._queue.done()
@@ -233,59 +223,6 @@ def _watch(child: int, cache: str) -> str:
     if code in (-signal.SIGALRM, -signal.SIGXCPU):
         return "it took too long"
     return why or (f"the judge ended with {code}" if code else "")
-
-
-def in_child(function: Callable[[], _T]) -> _T:
-    """Call a function in a forked child, and return what it returned.
-
-    Raises:
-        Refused: the child raised it.
-        RuntimeError: the child failed otherwise.
-    """
-    with tempfile.TemporaryFile() as file:
-        _, status = os.waitpid(_fork(lambda: _answer(function, file.fileno())), 0)
-        file.seek(0)
-        content = file.read()
-    if status or not content:
-        raise RuntimeError(f"a child ended with {os.waitstatus_to_exitcode(status)}")
-    # From the own child, in a file that has no name.
-    answer = pickle.loads(content)
-    if isinstance(answer, str):
-        raise Refused(answer)
-    result: _T = answer[0]
-    return result
-
-
-def _answer(function: Callable[[], object], fd: int) -> None:
-    try:
-        answer: object = (function(),)
-    except Refused as exc:
-        answer = str(exc)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(pickle.dumps(answer))
-
-
-def _fork(function: Callable[[], None]) -> int:
-    """Call a function in a forked child that has a deadline; return its number."""
-    child = os.fork()
-    if child:
-        return child
-    # The child ends without the end that an interpreter has.
-    try:
-        die_with_parent()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_DEADLINE_S)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel would write all its memory
-        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_PROCESS_CPU_S, _MOST_PROCESS_CPU_S + 5))
-        limit_inherited_threads()
-        function()
-        os._exit(0)
-    except BaseException:
-        if os.environ.get("SHMLOAD_JUDGE_TRACEBACK"):
-            traceback.print_exc()
-            sys.stderr.flush()
-    finally:
-        os._exit(1)
 
 
 def _import_libraries() -> None:

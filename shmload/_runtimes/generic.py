@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from shmload._runtimes.kinds import module_of
 from shmload._runtimes.runtime import Event, Runtime, aligned
 from shmload._wording import logger_of
 from shmload.errors import DeviceUnsupported
@@ -98,7 +97,7 @@ class GenericRuntime(Runtime):
     def _driver_version(self) -> str:
         try:
             return str(
-                module_of(self.device.type).get_device_properties(self.device).driver_version
+                getattr(torch, self.device.type).get_device_properties(self.device).driver_version
             )
         except _UNKNOWN:
             return ""
@@ -146,6 +145,6 @@ _UNKNOWN = (AttributeError, RuntimeError, AssertionError, TypeError)
 def name_of(device: torch.device) -> str:
     """Return the device's model, or its own name if torch does not know the model."""
     try:
-        return str(module_of(device.type).get_device_name(device))
+        return str(getattr(torch, device.type).get_device_name(device))
     except _UNKNOWN:
         return str(device)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._building import judging, queued
+from shmload._building import judging, limited, queued
 from shmload._building.queued import Program, Work
 from shmload._building.skeletons import Skeleton, skeleton_memo
 from shmload._host.descriptors import Lock, wait_lock
@@ -184,7 +184,7 @@ def test_result_goes_to_no_cache_that_was_made_anew(place, tmp_path):
         cache.mkdir()
         return [*is_written, skeleton_memo("one").write(made)]
 
-    assert judging.in_child(write) == [False, False]
+    assert limited.in_child(write) == [False, False]
     assert list(cache.iterdir()) == []
 
 
@@ -204,13 +204,13 @@ def use_a_core(work):
 
 
 def test_process_that_takes_too_much_processor_time_is_killed(monkeypatch):
-    monkeypatch.setattr(judging, "_MOST_PROCESS_CPU_S", 1)
+    monkeypatch.setattr(limited, "_MOST_CPU_S", 1)
     with pytest.raises(RuntimeError, match=f"ended with -{signal.SIGXCPU.value}"):
-        judging.in_child(lambda: use_a_core(None))
+        limited.in_child(lambda: use_a_core(None))
 
 
 def test_examiner_that_takes_too_long_is_killed(place, judge, given_up, tmp_path, monkeypatch):
-    monkeypatch.setattr(judging, "_DEADLINE_S", 1)
+    monkeypatch.setattr(limited, "_DEADLINE_S", 1)
     monkeypatch.setattr(judging, "make", wait_long)
     place.put(work_for(tmp_path / "cache"))
     judge.run()
@@ -260,6 +260,6 @@ def test_judge_gives_way_to_all_else_and_its_session_does_not():
         give_way()
         return os.sched_getscheduler(0), os.nice(0), os.getsid(0) == os.getpid()
 
-    assert judging.in_child(look) == (os.SCHED_IDLE, min(19, before + 19), True)
+    assert limited.in_child(look) == (os.SCHED_IDLE, min(19, before + 19), True)
     with contextlib.suppress(FileNotFoundError):  # a kernel without such groups
         assert "nice 19" not in Path("/proc/self/autogroup").read_text()
