@@ -260,7 +260,7 @@ def test_gpu_without_a_driver_is_refused_at_once(source, monkeypatch, devices):
     monkeypatch.setattr("shmload._runtimes.kinds.may_have_accelerators", lambda: False)
     monkeypatch.setattr("shmload._runtimes.kinds.may_have", lambda kind: False)
     with pytest.raises(
-        shmload.ArgumentError, match="no driver of (such a device|an accelerator); install it"
+        shmload.ArgumentError, match=r"no driver of (such a device|an accelerator); install it"
     ):
         dataprep.Job(source, devices=devices)
 
