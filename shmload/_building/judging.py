@@ -163,7 +163,9 @@ class Judge:
 
 
 def use_cache(work: Work) -> None:
-    """Have the settings of this process lead to some work's cache, whatever becomes of its path.
+    """Let this process's settings name the cache of some work, by a descriptor.
+
+    If the path leads to another folder later, the descriptor still holds this one.
 
     Raises:
         OSError: it is gone.

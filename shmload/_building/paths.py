@@ -29,7 +29,7 @@ class PathRepair:
         given: the source as the user named it; replaces the view's directory itself.
         said: what earlier builds of the same pipeline logged; this build does not repeat it, and
             adds what it logs.
-        unsaid: the beginnings of messages that nobody is to see.
+        unsaid: log messages that begin so are hidden.
     """
 
     def __init__(

@@ -150,7 +150,7 @@ class Moves:
             self._add(list(held))
         streamed = (there.moves for there in self.allocations if there.is_streamed)
         self.streamed = Overlaps(itertools.chain(*streamed))
-        """The moves of which the bytes come through a ring."""
+        """The moves whose bytes come through a ring."""
 
     @property
     def runtimes(self) -> list[Runtime]:
@@ -236,8 +236,8 @@ def put(
         holder: the module.
         name: of its parameter.
         memory: with the parameter's dtype and shape.
-        made: the new parameters, by the `id` of those that they replace; this one is added. Keep
-            the replaced ones alive meanwhile.
+        made: the new parameters, by the `id` of those that they replace; the new one is added. The
+            caller keeps the replaced ones alive, so that no `id` is used again.
 
     Returns:
         The parameter that the module has now.

@@ -22,8 +22,8 @@ from shmload._placement.filling import in_order, in_part
 from shmload._placement.spots import Plan, Rooms, Spot, plan_of
 
 Choose = Callable[[Rooms, Rooms], str]
-"""Chooses a device for a component that stays whole: from what is free on those that have room for
-it, and what there is of each."""
+"""Chooses a device for a component that stays whole. It gets the free bytes of the devices that
+have room for it, and the size of each, in bytes."""
 
 # Each subset of at most this many components is tried as the ones that wait.
 _MAX_SPILLABLE = 8
@@ -88,7 +88,7 @@ class _Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _emptiest(free: Rooms, rooms: Rooms) -> str:
-    """Choose the device of which the smallest share is used."""
+    """Choose the device with the largest free share."""
     return max(free, key=lambda device: free[device] / max(1, rooms[device]))
 
 
@@ -98,7 +98,7 @@ def _tightest(free: Rooms, rooms: Rooms) -> str:
 
 
 def search(items: Sequence[Divided], rooms: Rooms) -> Plan | None:
-    """Return the plan that costs least of those that are tried; None if none fits.
+    """Try several plans, and return the one that costs least; None if none fits.
 
     Args:
         items: the components of a pipeline.
