@@ -44,7 +44,7 @@ PARALLEL = {"HF_ENABLE_PARALLEL_LOADING": "1"}
 
 
 def measure_attach(bench: Bench) -> list[Figure]:
-    """`load_pipeline` with weights in memory: time and private memory."""
+    """`load_pipeline` with weights in memory: time, with and without first use; private memory."""
     attach = Attach(bench, bench.source("sd15-fp32"))
     rounds = attach.rounds(
         without=attach.by_shmload(),
@@ -67,8 +67,16 @@ def measure_attach(bench: Bench) -> list[Figure]:
                 "diffusers, the better": calls[best],
                 "diffusers, sequential": calls["sequential"],
                 "diffusers, parallel": calls["parallel"],
-                "shmload, call and touch of every page": both["shmload"],
-                "diffusers, call and touch of every page": both[best],
+            },
+        ),
+        Figure(
+            name="first-use",
+            what="the same call and a touch of every page: speed-up over from_pretrained",
+            sample=both[best] / both["shmload"],
+            beside={
+                "shmload": both["shmload"],
+                "shmload, the touch alone": rounds.sample("shmload", "touch_s"),
+                "diffusers, the better": both[best],
             },
         ),
         Figure(
