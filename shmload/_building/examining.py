@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import os
 import sys
 import types
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from msgspec.structs import replace
+from tqdm import tqdm
 
 from shmload._building.build import Build
 from shmload._building.conditions import Trace, conditions_of, without_unmet
@@ -181,7 +183,11 @@ class Examination:
         snapshot, watch = Snapshot(), Watch(lambda path: path.startswith(own))
 
         def look(build: Callable[[], object]) -> list[Effects]:
-            list(snapshot.changes())  # what the fork has changed
+            # A process's first bar leaves a thread, a lock and what they need. To have it later,
+            # by the next bar, does no harm.
+            with open(os.devnull, "w") as nowhere:
+                tqdm(file=nowhere).close()
+            list(snapshot.changes())  # what that and the fork have changed
             return [watch.effects(build, snapshot) for _ in range(2)]
 
         def effects(build: Callable[[], object]) -> list[Effects]:

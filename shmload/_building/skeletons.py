@@ -42,7 +42,7 @@ from shmload._wording import logger_of
 logger = logger_of(__name__)
 
 # Increment it when skeletons are written or read in another way.
-_VERSION = 11
+_VERSION = 12
 # Settings of the libraries that can change what they build.
 _ENVIRONMENT = ("DIFFUSERS_", "TRANSFORMERS_")
 _FOLDER = "skeletons"

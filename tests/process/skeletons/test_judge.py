@@ -1,6 +1,7 @@
 """What building leaves beside the models is found, and such models get no skeleton."""
 
 import pytest
+from tqdm import tqdm
 
 # Each is run by the constructor of a model; the name is what the reason must mention.
 EFFECTS = {
@@ -56,6 +57,13 @@ def test_random_numbers_that_a_constructor_forgets_are_drawn_again(examined, pla
     plant("import torch; torch.randn(6, 8)")
     made = examined("bfloat16")
     assert [draw.name for draw in made.draws] == ["randn.default"], made.reason
+
+
+def test_first_bar_of_a_process_leaves_nothing_that_counts(examined, plant, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)
+    plant("import io, tqdm; tqdm.tqdm(file=io.StringIO()).close()")
+    made = examined("bfloat16")
+    assert made.models is not None, made.reason
 
 
 def test_what_a_constructor_says_once_is_not(examined, plant):
