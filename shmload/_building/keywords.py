@@ -103,7 +103,7 @@ KEYWORDS: dict[str, Keyword] = {
     "scheduler_type": Keyword("F"),
     "sess_options": Keyword("P"),
     "state_dict": Keyword("", Effect.BYPASSES),
-    "subfolder": Keyword("MF", Effect.FINDS, passed="MF", types=_TEXT),
+    "subfolder": Keyword("MF", Effect.FINDS, neutral=("",), passed="MF", types=_TEXT),
     "token": Keyword("PMF", Effect.FINDS, passed="PMF", types=(str, bool, NoneType)),
     "trust_remote_code": Keyword("PM", neutral=(False, None)),
     "upcast_attention": Keyword("F"),

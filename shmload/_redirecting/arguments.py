@@ -76,6 +76,8 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     """
     keyword = KEYWORDS.get(name, Keyword()) if name in known else Keyword()
     taker = "F" if kind in OF_FILES else "P" if kind in OF_PIPELINES else "M"
+    if any(value is neutral for neutral in keyword.neutral):
+        return False
     if taker in keyword.passed:
         if type(value) not in keyword.types or value == "":
             raise InDoubt(f"{name}={value!r}")
@@ -83,8 +85,6 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     if name == "use_safetensors" and name in known:
         if value is None or value is True:
             return value is True
-    elif any(value is neutral for neutral in keyword.neutral):
-        return False
     elif kind == "transformers model" and name == "config" and name in known:
         if _is_plain_config(value):
             return True

@@ -76,15 +76,11 @@ def _modular(at):
     return pipe.transformer
 
 
-def _component(at):
+def _component(at, **given):
     if not _IS_NEW:
         pytest.skip("it has other names")
-    spec = diffusers.ComponentSpec(
-        name="vae",
-        type_hint=diffusers.AutoencoderKL,
-        pretrained_model_name_or_path=at.sd,
-        subfolder="vae",
-    )
+    where = {"pretrained_model_name_or_path": at.sd, "subfolder": "vae"} | given
+    spec = diffusers.ComponentSpec(name="vae", type_hint=diffusers.AutoencoderKL, **where)
     return spec.load(torch_dtype=_BF16)
 
 
@@ -140,6 +136,11 @@ ENTRIES = [
     ("from_pipe", _image_to_image, [_S]),
     ("modular", _modular, [_S] * 4),
     ("component", _component, [_S]),
+    (
+        "component of a root",
+        lambda at: _component(at, pretrained_model_name_or_path=at.sd + "/vae", subfolder=""),
+        [_S],
+    ),
     (
         "controlnets",
         lambda at: diffusers.MultiControlNetModel.from_pretrained(at.sd + "/unet").nets[0],
