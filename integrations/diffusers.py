@@ -4,10 +4,13 @@ Guarantee: what it returns equals what `from_pretrained` gives with the same arg
 raises.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import msgspec
 
 from shmload._building import prepared
 from shmload._building.attempt import load
@@ -15,12 +18,19 @@ from shmload._building.maker import Maker
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
 from shmload._building.route import Keep, Options, require_readable
 from shmload._building.single_file import SinglePipelineMaker, bring_single_file, is_single_file
+from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.modular import find_whole_source
+from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
-from shmload._checkpoints.wanted import Wanted
-from shmload._loading.progress import Callback
+from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted
+from shmload._host.collector import freeze_imports, paused_gc
+from shmload._loading.load import Load
+from shmload._loading.progress import Callback, Progress
+from shmload._segments.segment import Stay
 from shmload._wording import logger_of
-from shmload.errors import CheckpointError, SourceNotFound, UnknownArgument
+from shmload.errors import CheckpointError, ShmloadError, SourceNotFound, UnknownArgument
+from shmload.integrations.models import load_model
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +38,9 @@ if TYPE_CHECKING:
 
 
 logger = logger_of(__name__)
+
+# With other arguments of a modular pipeline, not all its components are loaded, or otherwise.
+_AHEAD = PIPELINE_ARGUMENTS | {"collection", "components_manager", "trust_remote_code", "variant"}
 
 _Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
 
@@ -82,6 +95,8 @@ def load_pipeline(
     Args:
         source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`. Or a file of
             weights: the call then means `from_single_file`, and takes its arguments, as `config`.
+            Or a modular repository: the call then means `ModularPipeline.from_pretrained` and its
+            `load_components`, with the arguments of both.
         pipeline_class: the class to load, by itself or by its name: one of diffusers, such as
             `StableDiffusionImg2ImgPipeline` or `AutoPipelineForInpainting`, or your own subclass
             (as a name: `module.Class`). None for the class that the source names.
@@ -122,7 +137,8 @@ def load_pipeline(
         memory of their own, aligned to 256 bytes.
 
     Raises:
-        ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
+        ShmloadError: the source, its files, a worker, or the room for the weights is at fault;
+            `ComponentFailed` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
     options = Options(
@@ -159,6 +175,8 @@ def load_pipeline(
     else:
         maker = PipelineMaker(pipeline_class)
     found, dtype = maker.find(wanted, kwargs, load_pipeline)
+    if isinstance(maker, PipelineMaker) and maker.is_modular:
+        return _load_modular(wanted, pipeline_class, options, kwargs, request, imported)
     connected = _load_connected(maker, found, wanted.dtype, options, kwargs)
     if connected is not None:
         kwargs |= connected
@@ -166,6 +184,70 @@ def load_pipeline(
     pipe: DiffusionPipeline = load(found, maker, dtype, options, kwargs, title=wanted.title)
     prepared.note(request, imported)
     return pipe
+
+
+def _load_modular(
+    wanted: Wanted,
+    pipeline_class: type | str | None,
+    options: Options,
+    kwargs: Mapping[str, Any],
+    request: prepared.Request | None,
+    imported: tuple[str, ...],
+) -> Any:
+    """Load a modular pipeline: the library makes it, and `load_model` each of its models.
+
+    Args:
+        wanted: what to load.
+        pipeline_class: as for `load_pipeline`.
+        options: how to load; devices by component, or for each model.
+        kwargs: as for `make_modular`.
+        request: the call, for `prepared.note`.
+        imported: as there.
+    """
+
+    def load_part(component: str, cls: Any, source: str, **given: Any) -> Any:
+        own = msgspec.structs.asdict(options)
+        if isinstance(devices := options.device_map, Mapping):
+            own["device_map"] = devices.get(component, devices.get("default"))
+        return load_model(cls, source, **own, **given)
+
+    is_cold = "diffusers" not in sys.modules
+    with whole_libraries(), paused_gc(), _decoding_ahead(wanted, options, kwargs):
+        # Not at the top: it imports diffusers.
+        from shmload._building.modular import is_alone, make_modular
+
+        if is_cold:
+            freeze_imports()
+        pipe = make_modular(wanted, pipeline_class, kwargs, load_pipeline, load_part)
+    if is_alone(pipe, wanted.source):  # else files are not looked at before one is taken
+        prepared.note(request, imported)
+    return pipe
+
+
+@contextlib.contextmanager
+def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -> Iterator[None]:
+    """Decode all components of a modular pipeline at once, while the block attaches one by one.
+
+    It decodes what is kept on the host and whose rules are remembered, and nothing in doubt. The
+    block loads the rest, and says what is wrong.
+    """
+    is_plain = options.keep is True and options.device_map is None and _AHEAD.issuperset(kwargs)
+    with contextlib.ExitStack() as ending:
+        if is_plain:
+            with contextlib.suppress(ShmloadError):
+                found = find_whole_source(wanted)
+                dtype = settle_dtype(wanted.dtype, found)
+                known = tuple(each for each in found.checkpoints if is_known(each, dtype))
+                load = Load(
+                    msgspec.structs.replace(found, checkpoints=known),
+                    {each.component: rule_for(each, dtype) for each in known},
+                    stay=Stay.RESIDENT,
+                    progress=ending.enter_context(Progress(False, wanted.title)),
+                    parent_is_busy="diffusers" not in sys.modules,
+                    workers=options.workers,
+                )
+                ending.enter_context(load)
+        yield
 
 
 def _load_connected(

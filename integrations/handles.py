@@ -10,8 +10,8 @@ import msgspec
 
 from shmload._building.pipeline_maker import PipelineMaker
 from shmload._building.recipe import Recipe, identity_of
-from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
@@ -151,7 +151,7 @@ class Handle:
         wanted = Wanted.parse(
             source, dtype, components, variant, hub_kwargs, function=cls.of, is_pipeline=True
         )
-        found = find_source(wanted)
+        found = find_whole_source(wanted)
         _require_pipeline(found)
         with whole_libraries():
             maker.taken(found)
@@ -184,7 +184,7 @@ class Handle:
         )
         # After the load, which itself notices a file that changes while it reads: if the files are
         # unchanged now, they were unchanged during the load.
-        if identity_of(find_source(wanted), wanted.components) != self._recipe.identity:
+        if identity_of(find_whole_source(wanted), wanted.components) != self._recipe.identity:
             raise SourceChanged(wanted.source)
         return pipe
 
@@ -258,5 +258,5 @@ def _close_all(leases: Collection[Lease]) -> None:
 def _require_pipeline(source: Source) -> None:
     if not source.is_pipeline:
         raise SourceNotFound(
-            source.given, "not a pipeline (no model_index.json); give a directory or hub id of one"
+            source.given, "not a pipeline (it has no index); give a directory or hub id of one"
         )

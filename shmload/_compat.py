@@ -36,6 +36,7 @@ NAMES = {
     "accelerate.big_modeling:init_on_device.register_empty_parameter": "models that another "
     "thread has emptied are an error when they are used",
     "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
+    "diffusers:ModularPipeline._component_specs": "an error of modular pipelines",
     "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
     "diffusers.pipelines.auto_pipeline:AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "an automatic class "
     "takes no `components` without controlnet",
@@ -204,6 +205,11 @@ def connected_class(named: Any) -> Any:
     from diffusers.pipelines import auto_pipeline
 
     return auto_pipeline._get_connected_pipeline(named) or named
+
+
+def component_specs(modular: Any) -> dict[str, Any]:
+    """Return the specs of a modular pipeline's components by name; they are its own."""
+    return dict(modular._component_specs)
 
 
 def class_for_task(task: str | None, asked: Any, source_class: str) -> Any:

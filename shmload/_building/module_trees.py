@@ -6,7 +6,6 @@ without memory, and each tensor counts with the dtype that it will have when it 
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,23 +115,24 @@ def components_of(
         if name in by_name:
             found.append(_describe(by_name[name], torch_dtype))
         elif only is None or name in only:
-            found.append(_describe_unread(source.root, name, torch_dtype))
+            found.append(_describe_unread(source, name, torch_dtype))
     return tuple(component for component in found if component)
 
 
-def _describe_unread(root: Path, name: str, torch_dtype: object) -> Component | None:
+def _describe_unread(source: Source, name: str, torch_dtype: object) -> Component | None:
     """Describe a component of a pipeline whose weights only the libraries read."""
-    files = root / name
+    files = source.folder_of(name)
     nbytes = sum(path.stat().st_size for path in plain_weights_left(files))
     if not nbytes:
         return None
-    library, class_name = read_json(root / "model_index.json")[name]
+    entry = read_json(source.index)[name]
+    library, class_name = entry[2]["type_hint"] if source.is_modular else entry
     config = files / "config.json"
     checkpoint = Checkpoint(
         component=name,
         folder=files,
-        library=library,
-        class_name=class_name,
+        library=library or "",
+        class_name=class_name or "",
         config=read_json(config) if config.is_file() else {},
         shards=(),
     )

@@ -47,6 +47,8 @@ class PipelineMaker(Maker):
     """
 
     is_of_pipelines = True
+    is_modular = False
+    """Whether what was found is made by the library's modular classes, and not by this."""
 
     def __init__(self, wanted: object) -> None:
         if wanted is not None and not isinstance(wanted, str):
@@ -70,6 +72,14 @@ class PipelineMaker(Maker):
     ) -> tuple[Source, object]:
         """Find the pipeline; None is passed for the components that are not wanted."""
         found = _find_pipeline(wanted, kwargs)
+        if _is_modular(self._wanted) or (self._wanted is None and found.is_modular):
+            self.is_modular = True
+            return found, wanted.dtype
+        if found.is_modular:
+            raise ArgumentError(
+                f"pipeline_class is {getattr(self._wanted, '__name__', self._wanted)}, and "
+                f"{wanted.source} is a modular pipeline; leave the class out"
+            )
         if wanted.components is not None:
             with_weights = components_with_weights(found)
             self.left_out = with_weights.difference(wanted.components, kwargs)
@@ -80,7 +90,7 @@ class PipelineMaker(Maker):
 
     def foresee(self, source: Source) -> Source | None:
         """Return the source as the class will take it; None where only the class can tell."""
-        if self._wanted is None:
+        if self._wanted is None or _is_modular(self._wanted):
             return source
         if self._class is not None:
             return self._narrow(source)
@@ -228,7 +238,7 @@ def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> Source:
     if not found.is_pipeline:
         raise SourceNotFound(
             wanted.source,
-            "not a pipeline (no model_index.json); use load_model for a model, and "
+            "not a pipeline (it has no index); use load_model for a model, and "
             "load_state_dict or view for files",
         )
     variant = wanted.variant
@@ -279,10 +289,20 @@ def _require_pipeline_class(found: object) -> None:
         raise ArgumentError(f"pipeline_class is {found!r}; give a class or its name")
     require_installed(found)
     bases = {base.__name__ for base in found.__mro__}
-    if "DiffusionPipeline" in bases or any(each.startswith("AutoPipelineFor") for each in bases):
+    if bases & {"DiffusionPipeline", "ModularPipeline"} or any(
+        each.startswith("AutoPipelineFor") for each in bases
+    ):
         return
     hint = "; use load_model for a model" if bases & {"ModelMixin", "PreTrainedModel"} else ""
     raise ArgumentError(f"pipeline_class is {found.__name__}, which loads no pipelines{hint}")
+
+
+def _is_modular(found: object) -> bool:
+    """Tell whether a class that a user names, or its name, is one of modular pipelines."""
+    names = (
+        [found] if isinstance(found, str) else [e.__name__ for e in getattr(found, "__mro__", ())]
+    )
+    return any(name.endswith("ModularPipeline") for name in names)
 
 
 # What classes take, remembered --------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from shmload._checkpoints.resolve import INDEX
 from shmload._segments.parking import CannotResume, DescriptorClosed
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError
@@ -228,7 +229,9 @@ def _name_in_diffusers(kind: Any) -> str | None:
 
 
 def _show_bar(pipeline: Any) -> None:
-    """Show the bar that diffusers shows while it loads components."""
+    """Show the bar that diffusers shows while it loads the components of an ordinary pipeline."""
+    if pipeline.config_name != INDEX:
+        return
     from diffusers.utils import logging as diffusers_logging
 
     entries = pipeline.config.values()  # of a component: its library and class

@@ -19,7 +19,7 @@ import msgspec
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Source, resolve, resolve_model
+from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX, Source, resolve, resolve_model
 from shmload._checkpoints.wanted import Hub, Wanted, not_found
 from shmload._checkpoints.weights import are_in_format, files_of_model
 from shmload._wording import nearest
@@ -95,7 +95,7 @@ def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[P
     """Return the folders of the models that are wanted of a source."""
     if found.is_pipeline:
         chosen = found.components if wanted.components is None else wanted.components
-        return [found.root / name for name in chosen if name not in kwargs]
+        return [found.folder_of(name) for name in chosen if name not in kwargs]
     return [checkpoint.folder for checkpoint in found.checkpoints] or [
         found.root / (wanted.hub.subfolder or "")
     ]
@@ -159,7 +159,7 @@ def find_cached(repo_id: str, hub: Hub) -> Path | None:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     where: dict[str, Any] = {"cache_dir": hub.cache_dir, "revision": hub.revision}
-    for name in ("model_index.json", "config.json"):
+    for name in (INDEX, MODULAR_INDEX, "config.json"):
         try:
             found = try_to_load_from_cache(repo_id, name, **where)
         except ValueError as exc:  # such as `a--b`, which is not a valid hub id
@@ -195,7 +195,7 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
     try:
         info = model_info(repo_id, revision=where["revision"], token=where["token"])
         names = {each.rfilename for each in info.siblings or ()}
-        if "model_index.json" in names and not is_model:
+        if INDEX in names and not is_model:
             # diffusers knows which of a repository's files a pipeline needs.
             given = {name: value for name, value in kwargs.items() if name != "subfolder"}
             given |= {**where, "variant": wanted.variant}

@@ -52,6 +52,13 @@ def listed_components(index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str
             yield name, ("", "")
 
 
+def listed_specs(index: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and spec of every component in a `modular_model_index.json`."""
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+            yield name, entry[2]
+
+
 def indexed_shards(index_path: Path) -> tuple[Path, ...]:
     """Return the shard files that an index names: each once, sorted by name; perhaps none.
 

@@ -52,7 +52,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
     """
     found = []
     for component in source.unread:
-        for path in _files_left(source.root / component, variant):
+        for path in _files_left(source.folder_of(component), variant):
             cause = why_file_is_unread(path)
             is_variant = _is_variant(path, variant)
             found.append(
@@ -96,7 +96,7 @@ def hint_of_variants(source: Source, subfolder: str | None = None) -> str:
         subfolder: the model's directory in it.
     """
     if source.is_pipeline:
-        folders = {name: source.root / name for name in source.unread}
+        folders = {name: source.folder_of(name) for name in source.unread}
     else:
         folders = {} if source.checkpoints else {"": source.root / (subfolder or "")}
     hints = (

@@ -44,6 +44,8 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
         for name in given:
             if name not in known:
                 raise UnknownComponent(str(name), source.given, known - {"default"})
+    if source.is_modular and isinstance(dtype, Mapping):
+        dtype = given = {"default": None, **given}  # the library leaves the others to their classes
     if not any(map(_is_auto, given.values())):
         return dtype
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
@@ -54,7 +56,7 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
     for name in source.components:
         if _is_auto(given.get(name, given.get("default"))):
             found = by_name.get(name)
-            own = _own_dtype(found) if found else _configured(config_of(source.root / name))
+            own = _own_dtype(found) if found else _configured(config_of(source.folder_of(name)))
             settled[name] = own or _DEFAULT
     return {"default": _DEFAULT} | settled
 

@@ -24,6 +24,7 @@ from shmload._checkpoints.header import Format
 from shmload._checkpoints.indexes import (
     indexed_shards,
     listed_components,
+    listed_specs,
     read_json,
     require_beside,
 )
@@ -43,9 +44,11 @@ from shmload.errors import (
     UnknownComponent,
 )
 
+INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
 _NOWHERE = "neither a file, a directory nor a model in the hub cache"
 # Classes whose directories hold JSON files only.
-_WITHOUT_WEIGHTS = (
+WITHOUT_WEIGHTS = (
     "Tokenizer",
     "TokenizerFast",
     "Processor",
@@ -96,11 +99,24 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """The variant that was asked for."""
     choices: tuple[str, ...] = ()
     """Files of weights in the root, if there are several and none was named."""
+    is_modular: bool = False
+    """Whether it is a modular pipeline, whose components may lie anywhere (`modular`)."""
+    folders: dict[str, Path] = {}
+    """Of components that do not lie in a folder of their name below the root."""
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there is a `model_index.json`."""
-        return bool(self.components)
+        """Whether there is an index of a pipeline."""
+        return bool(self.components) or self.is_modular
+
+    @property
+    def index(self) -> Path:
+        """The file that lists a pipeline's components."""
+        return self.root / (MODULAR_INDEX if self.is_modular else INDEX)
+
+    def folder_of(self, component: str) -> Path:
+        """Return the directory of a component; of an empty name the root."""
+        return self.folders.get(component, self.root / component)
 
     @property
     def shards(self) -> list[Path]:
@@ -129,7 +145,7 @@ def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None)
     kwargs = kwargs or {}
     use_safetensors = kwargs.get("use_safetensors")
     try:
-        folder = _subfolder(wanted, root)
+        folder = subfolder_of(wanted, root)
         if wanted.hub.weight_names:
             return _resolve_named(wanted, folder)
         found = _resolve(wanted, folder, formats_asked(use_safetensors), kwargs)
@@ -145,7 +161,13 @@ def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None)
         raise SourceNotFound(wanted.source, exc.strerror or str(exc)) from exc
 
 
-def _subfolder(wanted: Wanted, root: Path) -> Path:
+def subfolder_of(wanted: Wanted, root: Path) -> Path:
+    """Return the directory of a component alone, or the root.
+
+    Raises:
+        SourceNotFound: the root has no such subfolder.
+        ArgumentError: the root is a file.
+    """
     name = wanted.hub.subfolder
     if not name:
         return root
@@ -178,8 +200,10 @@ def _resolve(
         return _without_class(wanted, root, root.parent, (root,))
     if not root.is_dir():
         raise not_found(wanted.source, _NOWHERE)
-    if (root / "model_index.json").is_file():
+    if (root / INDEX).is_file():
         return _resolve_pipeline(wanted, root, formats, passed)
+    if (root / MODULAR_INDEX).is_file():
+        return _resolve_modular(wanted, root)
     return _resolve_component(wanted, root, formats)
 
 
@@ -249,7 +273,7 @@ def _resolve_named(wanted: Wanted, root: Path) -> Source:
 
 def components_with_weights(source: Source) -> set[str]:
     """Return the components of a pipeline that have weights, in any format."""
-    return {name for name in source.components if weights_in(source.root / name)}
+    return {name for name in source.components if weights_in(source.folder_of(name))}
 
 
 def has_none_else(source: Source) -> bool:
@@ -260,7 +284,7 @@ def has_none_else(source: Source) -> bool:
 
 def weight_files(source: Source) -> list[Path]:
     """Return all files of weights in the directories of a pipeline's components."""
-    folders = (source.root / name for name in source.components)
+    folders = map(source.folder_of, source.components)
     return [folder / name for folder in folders for name in weights_in(folder)]
 
 
@@ -271,11 +295,11 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
         source: a pipeline, resolved with the same components.
         components: other components with weights are left out; None for all.
     """
-    found = [source.root / "model_index.json", *sorted(source.root.glob("*.py"))]
+    found = [source.index, *sorted(source.root.glob("*.py"))]
     left_out = components_with_weights(source) if components is not None else set()
     with_shards = {checkpoint.component for checkpoint in source.checkpoints}
     for name in sorted(set(source.components).difference(left_out.difference(components or ()))):
-        folder = source.root / name
+        folder = source.folder_of(name)
         if os.path.isdir(folder):
             names = [each for each in sorted(os.listdir(folder)) if not each.startswith(".")]
             if name in with_shards:  # other weights in the folder are not read
@@ -287,7 +311,7 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
 def _resolve_pipeline(
     wanted: Wanted, root: Path, formats: Sequence[Format], passed: Collection[str]
 ) -> Source:
-    index_path = root / "model_index.json"
+    index_path = root / INDEX
     index = read_json(index_path)
     listed = dict(listed_components(index))
     for name in listed:
@@ -320,6 +344,18 @@ def _resolve_pipeline(
             or any(has_variant(root / name, wanted.variant) for name in sought)
         ),
         unread=tuple(name for name, each in zip(sought, found, strict=True) if each is None),
+    )
+
+
+def _resolve_modular(wanted: Wanted, root: Path) -> Source:
+    """Return a modular pipeline by its index alone: its components are found by `modular`."""
+    index = read_json(root / MODULAR_INDEX)
+    return Source(
+        given=wanted.source,
+        root=root,
+        class_name=str(index.get("_class_name", "")),
+        components=tuple(name for name, _ in listed_specs(index)),
+        is_modular=True,
     )
 
 
@@ -389,7 +425,7 @@ def _checkpoint(
 
 def _require_weights(folder: Path, names: Collection[str], library: str, class_name: str) -> None:
     """Raise ShardMissing if a model's directory has a configuration but no weights."""
-    is_model = library and "config.json" in names and not class_name.endswith(_WITHOUT_WEIGHTS)
+    is_model = library and "config.json" in names and not class_name.endswith(WITHOUT_WEIGHTS)
     has_index = any(".index." in name for name in names)  # its shards may lie elsewhere
     if is_model and not has_index and all(name.endswith(".json") for name in names):
         raise ShardMissing(folder / default_name(names, library), folder / "config.json")

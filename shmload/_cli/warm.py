@@ -10,6 +10,7 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
+from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX
 from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
@@ -152,7 +153,8 @@ def _note_for_templates(source: str, dtype: object) -> None:
         source: what was warmed; what is no directory of a pipeline is left alone.
         dtype: its name, or None; a dtype for each component is left alone.
     """
-    if not isinstance(dtype, str | None) or not os.path.exists(f"{source}/model_index.json"):
+    is_pipeline = any(os.path.exists(os.path.join(source, each)) for each in (INDEX, MODULAR_INDEX))
+    if not isinstance(dtype, str | None) or not is_pipeline:
         return
     from shmload._building.prepared import Request, encode
 

@@ -10,9 +10,9 @@ import msgspec
 
 from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.formats.known import variant_of
-from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
+from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
@@ -69,7 +69,10 @@ def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
             from.
         UnknownComponent, CheckpointError.
     """
-    found = find_source(wanted)
+    found = find_whole_source(wanted)
+    if found.is_modular and may_be_unread:  # a path is lent, which looks like the root alone
+        below = [each for each in found.checkpoints if each.folder.is_relative_to(found.root)]
+        found = msgspec.structs.replace(found, checkpoints=tuple(below))
     if found.choices:
         raise SourceNotFound(
             wanted.source,

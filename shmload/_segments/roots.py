@@ -1,7 +1,7 @@
 """Where the models of segments lie on disk, and what a person would call them.
 
 .../models--ORG--NAME/snapshots/REVISION/unet/FILE   hub cache: ORG/NAME
-.../stable-diffusion/unet/FILE                       a pipeline: its folder has model_index.json
+.../stable-diffusion/unet/FILE                       a pipeline: its folder has its index
 .../stable-diffusion/unet/NAME.fp16.safetensors      its variant: stable-diffusion:fp16
 .../clip/FILE                                        a component: its folder has config.json
 .../lora.safetensors                                 a file alone
@@ -21,6 +21,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
+from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX
 from shmload._segments.metadata import source_path, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")
@@ -144,10 +145,9 @@ def _root_of_folder(folder: str, *, is_part: bool, is_gone: bool) -> str:
         is_gone: the shard no longer exists.
     """
     above = os.path.dirname(folder)
-    if _exists(os.path.join(folder, "model_index.json")):
-        return folder
-    if _exists(os.path.join(above, "model_index.json")):
-        return above
+    for each in (folder, above):
+        if any(_exists(os.path.join(each, index)) for index in (INDEX, MODULAR_INDEX)):
+            return each
     if _exists(os.path.join(folder, "config.json")):
         return folder
     if is_gone and _COMPONENT.fullmatch(os.path.basename(folder)):

@@ -19,6 +19,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     ├── LibrariesDisturbed (RuntimeError)
     ├── SourceNotFound (FileNotFoundError)
     ├── CheckpointError
+    │   ├── ComponentFailed
     │   ├── ShardMissing (FileNotFoundError)
     │   ├── ShardUnreadable (OSError)
     │   ├── ShardMalformed

@@ -143,6 +143,23 @@ class CheckpointError(ShmloadError):
     """A file of a checkpoint is missing, damaged or changed."""
 
 
+class ComponentFailed(CheckpointError):
+    """A component of a modular pipeline is not where its spec points, or cannot be loaded.
+
+    Attributes:
+        name: the component.
+        source: the repository, directory or file that its spec names.
+    """
+
+    def __init__(self, name: str, source: _Path, cause: object) -> None:
+        self.name = name
+        self.source = source
+        super().__init__(
+            f"component {name} cannot be loaded from {source}: {cause}; to do without it, name "
+            "the others in `components`"
+        )
+
+
 class ShardMissing(CheckpointError, FileNotFoundError):
     """A shard named by an index or a caller does not exist."""
 

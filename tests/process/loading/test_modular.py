@@ -1,0 +1,341 @@
+"""Modular pipelines: the library's own, over shared weights; a missing component is an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_alike, assert_component_equal
+from diffusers.utils import dynamic_modules_utils
+from mappings import Mappings, copied_nbytes, state_of
+from redirecting import ways  # noqa: F401 a fixture
+
+import shmload
+from shmload._checkpoints.resolve import MODULAR_INDEX
+from shmload.errors import ComponentFailed, LibraryTooOld, UnknownArgument, UnknownComponent
+
+_BF16 = torch.bfloat16
+_PATH = "pretrained_model_name_or_path"
+_IS_OLD = _PATH not in diffusers.ComponentSpec.loading_fields()
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.usefixtures("evicts"),
+    pytest.mark.skipif(_IS_OLD, reason="this diffusers has other modular pipelines"),
+]
+FAMILIES = sorted(
+    name
+    for name in dir(diffusers)
+    if name.endswith("ModularPipeline") and name != "ModularPipeline"
+)
+
+
+def load(source, dtype=None, names=None, own=None, **given):
+    """Load by the library alone."""
+    pipe = diffusers.ModularPipeline.from_pretrained(source, **(own or {}))
+    pipe.load_components(names, **({} if dtype is None else {"dtype": dtype}), **given)
+    return pipe
+
+
+def assert_equal(got, wanted, folder):
+    assert type(got) is type(wanted)
+    assert repr(got.blocks) == repr(wanted.blocks)  # a repository's code is imported each time
+    assert_alike(got.config, wanted.config, "config")
+    assert list(got.components) == list(wanted.components)
+    for name, part in wanted.components.items():
+        mine = getattr(got, name)
+        assert_component_equal(mine, part, name)
+        assert getattr(mine, "_diffusers_load_id", "") == getattr(part, "_diffusers_load_id", "")
+        assert vars(got.get_component_spec(name)) == vars(wanted.get_component_spec(name))
+    for pipe, place in ((got, folder / "mine"), (wanted, folder / "theirs")):
+        pipe.save_config(place)
+    assert (folder / "mine" / MODULAR_INDEX).read_text() == (
+        folder / "theirs" / MODULAR_INDEX
+    ).read_text()
+
+
+def respec(source, folder, **specs):
+    """Write an index alone, whose specs point to a source but for some fields; return its folder.
+
+    Args:
+        source: an ordinary pipeline.
+        folder: where.
+        specs: the fields of components.
+    """
+    diffusers.ModularPipeline.from_pretrained(str(source)).save_config(folder)
+    index = json.loads((folder / MODULAR_INDEX).read_text())
+    for name, fields in specs.items():
+        index[name][2] |= fields
+    (folder / MODULAR_INDEX).write_text(json.dumps(index))
+    return str(folder)
+
+
+@pytest.fixture
+def source(saved, tmp_path):
+    """An index of SDXL, whose components lie in an ordinary repository."""
+    return respec(saved("sdxl"), tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def whole(saved, tmp_path_factory):
+    """SDXL with its components, as `save_pretrained` writes it."""
+    folder = str(tmp_path_factory.mktemp("modular") / "sdxl")
+    load(str(saved("sdxl"))).save_pretrained(folder, overwrite_modular_index=True)
+    return folder
+
+
+# Equality -----------------------------------------------------------------------------------------
+
+FP16, OTHER, FILE = "place of a variant", "place of another", "place of a file"
+SPECS = {
+    # the specs that point elsewhere, and further arguments
+    "index alone": {},
+    "another repository": {"unet": {_PATH: OTHER}},
+    "a variant": {"vae": {_PATH: FP16, "variant": "fp16"}},
+    "a single file": {"vae": {_PATH: FILE}},
+    "no class": {"unet": {"type_hint": [None, None]}},
+}
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("dtype", [None, _BF16, {"unet": _BF16, "default": torch.float16}])
+def test_is_what_the_library_loads(saved, tmp_path, specs, dtype):
+    places = {
+        FP16: saved("sdxl", variant="fp16"),
+        OTHER: saved("sdxl", "float16"),
+        FILE: saved("sdxl") / "vae" / "diffusion_pytorch_model.safetensors",
+    }
+    named = json.loads(json.dumps(specs))
+    for fields in named.values():
+        if place := fields.get(_PATH):
+            fields[_PATH] = str(places[place])
+    source = respec(saved("sdxl"), tmp_path / "source", **named)
+    given = {"config": {"vae": str(saved("sdxl"))}} if FILE in str(specs) else {}
+    wanted = load(source, dtype, **given)
+    got = shmload.load_pipeline(source, dtype=dtype, keep=True, **given)
+    assert_equal(got, wanted, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`")  # of the library alone
+def test_hub_ids_and_revisions(saved, hub_cache, tmp_path):
+    hub_cache.add("me/sdxl", saved("sdxl"), revision="b" * 40)
+    parts = {name: {_PATH: "me/sdxl", "revision": "b" * 40} for name in ("unet", "tokenizer")}
+    source = respec(saved("sdxl"), tmp_path / "source", **parts, vae={_PATH: "me/sdxl"})
+    hub_cache.add("me/modular", Path(source))
+    where = {"cache_dir": hub_cache.root}
+    wanted = load("me/modular", _BF16, own=where, **where)
+    got = shmload.load_pipeline("me/modular", dtype="bfloat16", keep=True, **where)
+    assert_equal(got, wanted, tmp_path)
+    assert shmload.warm("me/modular", dtype="bfloat16", **where).read_nbytes == 0
+
+
+def test_older_specs_are_refused(source, monkeypatch):
+    fields = ["repo", "subfolder", "variant", "revision"]
+    monkeypatch.setattr(diffusers.ComponentSpec, "loading_fields", lambda: fields)
+    with pytest.raises(LibraryTooOld, match=r"0\.36"):
+        shmload.load_pipeline(source)
+
+
+def test_copy_of_a_repository(whole, tmp_path):
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    for source in (whole, str(moved), moved):
+        got = shmload.load_pipeline(source, dtype="bfloat16")
+        assert_equal(got, load(source, _BF16), tmp_path)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name, tmp_path):
+    """Its blocks, specs and configuration, with one small model for each of its models."""
+    model = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+    )
+    pipe = getattr(diffusers, name)()
+    source = tmp_path / "source"
+    pipe.save_config(source)
+    index = json.loads((source / MODULAR_INDEX).read_text())
+    for part in pipe.pretrained_component_names:
+        hint = pipe.get_component_spec(part).type_hint
+        if hint is None or issubclass(hint, torch.nn.Module):
+            model.save_pretrained(source / part)
+            index[part][2] |= {
+                "type_hint": ["diffusers", "UNet2DModel"],
+                _PATH: str(source),
+                "subfolder": part,
+            }
+    (source / MODULAR_INDEX).write_text(json.dumps(index))
+    wanted = load(str(source), _BF16)
+    assert any(isinstance(each, torch.nn.Module) for each in wanted.components.values())
+    assert_equal(shmload.load_pipeline(str(source), dtype="bfloat16"), wanted, tmp_path)
+
+
+def test_class_of_modular_pipelines_for_an_ordinary_repository(saved, tmp_path):
+    source = str(saved("flux"))
+    got = shmload.load_pipeline(source, pipeline_class="ModularPipeline", dtype=_BF16)
+    assert_equal(got, load(source, _BF16), tmp_path)
+
+
+_OWN = """
+import diffusers
+
+class Mine(diffusers.ModularPipelineBlocks):
+    model_name = "mine"
+    @property
+    def description(self):
+        return "decodes"
+    @property
+    def expected_components(self):
+        return [diffusers.ComponentSpec("vae", diffusers.AutoencoderKL)]
+    @property
+    def inputs(self):
+        return []
+    @property
+    def intermediate_outputs(self):
+        return []
+    def __call__(self, components, state):
+        return components, state
+"""
+
+
+def test_blocks_of_the_repository_itself(whole, tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(modules)
+    source = tmp_path / "source"
+    shutil.copytree(Path(whole, "vae"), source / "vae")
+    (source / "block.py").write_text(_OWN)
+    code = {"_class_name": "Mine", "auto_map": {"ModularPipelineBlocks": "block.Mine"}}
+    (source / "modular_config.json").write_text(json.dumps(code))
+    vae = json.loads(Path(whole, MODULAR_INDEX).read_text())["vae"]
+    index = {"_blocks_class_name": "Mine", "_class_name": "ModularPipeline", "vae": vae}
+    (source / MODULAR_INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        shmload.load_pipeline(str(source))
+    got = shmload.load_pipeline(str(source), trust_remote_code=True)
+    assert_equal(got, load(str(source), own={"trust_remote_code": True}), tmp_path)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def test_components_by_name_workflows_and_managers(source, tmp_path):
+    only = shmload.load_pipeline(source, components=["vae"])
+    assert only.vae is not None
+    assert only.tokenizer is not None
+    assert {"text_encoder", "text_encoder_2", "unet"} <= {*only.null_component_names}
+    only.load_components("unet")
+    wanted = load(source)
+    assert_component_equal(only.unet, wanted.unet, "unet")
+    assert vars(only.get_component_spec("unet")) == vars(wanted.get_component_spec("unet"))
+
+    manager = diffusers.ComponentsManager()
+    first = shmload.load_pipeline(
+        source, workflow="text2image", components_manager=manager, collection="one"
+    )
+    second = shmload.load_pipeline(
+        source, components_manager=manager, collection="two", vae=first.vae, image_encoder=None
+    )
+    assert second.vae is first.vae
+    assert_equal(first, load(source, own={"workflow": "text2image"}), tmp_path)
+    assert len(manager.components) == len(set(map(id, manager.components.values())))
+
+    placed = shmload.load_pipeline(source, device_map={"unet": "meta"})
+    assert (placed.unet.device.type, placed.vae.device.type) == ("meta", "cpu")
+
+    second.update_components(unet=only.unet)
+    assert second.unet is only.unet
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"components": ["unte"]}, UnknownComponent, "did you mean 'unet'"),
+        ({"dtype": {"unte": "bfloat16"}}, UnknownComponent, "did you mean 'unet'"),
+        ({"worklow": "text2image"}, UnknownArgument, "did you mean 'workflow'"),
+        ({"pipeline_class": "FluxPipeline"}, ValueError, "leave the class out"),
+    ],
+)
+def test_name_that_nothing_has(source, given, error, said):
+    with pytest.raises(error, match=said):
+        shmload.load_pipeline(source, **given)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "cause"),
+    [
+        ("unet", {_PATH: "/no/such/place"}, "no such file"),
+        ("unet", {"subfolder": "unte"}, "did you mean 'unet'"),
+        ("tokenizer", {_PATH: "/no/such/place"}, "/no/such/place"),
+        ("unet", {_PATH: "https://example.com/model.safetensors"}, ""),
+    ],
+)
+def test_component_that_is_missing_is_named(saved, tmp_path, part, fields, cause):
+    source = respec(saved("sdxl"), tmp_path / "source", **{part: fields})
+    where = fields.get(_PATH, str(saved("sdxl")))
+    is_read = part == "unet" and "example" not in where
+    for call in (shmload.load_pipeline, shmload.warm) if is_read else (shmload.load_pipeline,):
+        with pytest.raises(ComponentFailed, match=f"component {part} .*{where}.*{cause}") as caught:
+            call(source, dtype="bfloat16")
+        assert (caught.value.name, caught.value.source) == (part, where)
+    assert not shmload.segments()
+    if part == "unet":
+        assert shmload.load_pipeline(source, components=["vae"]).vae is not None
+
+
+def test_trust_is_for_the_repository_alone(saved, tmp_path):
+    other = shutil.copytree(saved("sdxl") / "unet", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "m.Own"}}))
+    (other / "m.py").write_text("open('ran', 'w')")
+    spec = {"type_hint": [None, None], _PATH: str(other), "subfolder": ""}
+    source = respec(saved("sdxl"), tmp_path / "source", unet=spec)
+    with pytest.raises(ComponentFailed, match=r"component unet .*trust_remote_code"):
+        shmload.load_pipeline(source, trust_remote_code=True)
+    assert not Path("ran").exists()
+
+
+# Sharing ------------------------------------------------------------------------------------------
+
+
+def test_weights_lie_in_the_segments_of_every_pipeline_of_the_same_bytes(saved, source, command):
+    report = shmload.warm(source, dtype="bfloat16")
+    assert report.read_nbytes
+    assert shmload.plan(source, dtype="bfloat16", keep=True).decode_nbytes == 0
+    ordinary = shmload.load_pipeline(saved("sdxl"), dtype="bfloat16", keep=True)
+    pipe = shmload.load_pipeline(source, dtype=_BF16, keep=True)
+    assert {info.name for info in shmload.segments()} == set(report.segments)
+    found = {Mappings().find(tensor)[1] for tensor in state_of(pipe).values()}
+    assert found == {Mappings().find(tensor)[1] for tensor in state_of(ordinary).values()}
+    assert {Path(name).name for name in found} == set(report.segments)
+    assert copied_nbytes(pipe) <= report.resident_nbytes // 50
+
+
+def test_commands_over_a_repository(whole, command):
+    assert command("warm", whole, "--dtype", "bfloat16")[0] == 0
+    assert [model.name for model in shmload.models()] == [Path(whole).name]
+    with shmload.share(whole, dtype="bfloat16", components=["vae"]) as handle:
+        pipe = handle.load()
+        assert pipe.vae.dtype is _BF16
+        assert pipe.unet is None
+    del pipe, handle
+    assert "unet" in command("plan", whole, "--inventory", "2x1GiB")[1]
+    with shmload.view(whole, dtype="bfloat16") as path:
+        assert load(str(path)).vae is not None
+    assert command("rm", whole)[0] == 0
+    assert not shmload.segments()
+
+
+def test_redirected_calls_of_the_library(source, ways, tmp_path):  # noqa: F811
+    wanted = load(source, _BF16)
+    with shmload.redirect():
+        got = load(source, _BF16)
+    assert_equal(got, wanted, tmp_path)
+    assert ways.taken.count("shmload") == 4, ways.lines
+    broken = json.loads(Path(source, MODULAR_INDEX).read_text())
+    broken["unet"][2]["subfolder"] = "none"
+    Path(source, MODULAR_INDEX).write_text(json.dumps(broken))
+    with shmload.redirect():
+        assert load(source).unet is None  # the library warns
