@@ -258,5 +258,7 @@ def _close_all(leases: Collection[Lease]) -> None:
 def _require_pipeline(source: Source) -> None:
     if not source.is_pipeline:
         raise SourceNotFound(
-            source.given, "not a pipeline (it has no index); give a directory or hub id of one"
+            source.given,
+            "not a pipeline (no model_index.json or modular_model_index.json); give a directory or "
+            "hub id of one",
         )

@@ -238,8 +238,8 @@ def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> Source:
     if not found.is_pipeline:
         raise SourceNotFound(
             wanted.source,
-            "not a pipeline (it has no index); use load_model for a model, and "
-            "load_state_dict or view for files",
+            "not a pipeline (no model_index.json or modular_model_index.json); use load_model for "
+            "a model, and load_state_dict or view for files",
         )
     variant = wanted.variant
     if variant and not any(has_variant(found.root / name, variant) for name in found.components):
