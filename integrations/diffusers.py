@@ -237,7 +237,9 @@ def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -
             with contextlib.suppress(ShmloadError):
                 found = find_whole_source(wanted)
                 dtype = settle_dtype(wanted.dtype, found)
-                known = tuple(each for each in found.checkpoints if is_known(each, dtype))
+                # If it has both indexes, the ordinary one was read, and the block reads the other.
+                listed = found.checkpoints if found.is_modular else ()
+                known = tuple(each for each in listed if is_known(each, dtype))
                 load = Load(
                     msgspec.structs.replace(found, checkpoints=known),
                     {each.component: rule_for(each, dtype) for each in known},

@@ -12,6 +12,8 @@ error, where the library warns and goes on without it.
 
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -26,6 +28,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import is_absent, is_foreign
 from shmload._checkpoints.wanted import Wanted, require_known
 from shmload._compat import component_specs, dtype_keyword
+from shmload._host.collector import forget_locals
 from shmload.errors import (
     CheckpointError,
     ComponentFailed,
@@ -94,7 +97,9 @@ def make_modular(
         if name not in held and (name not in named or name == _TRUST)
     }
     if wanted.dtype is not None:
-        given[dtype_keyword()] = wanted.dtype
+        # The library knows a dtype by component only as a dict.
+        dtype = wanted.dtype
+        given[dtype_keyword()] = dict(dtype) if isinstance(dtype, Mapping) else dtype
     for_part = functools.partial(_replacement, wanted=wanted, load_model=load_model)
     _load(pipe, _chosen(pipe, wanted, passed), given, for_part)
     return pipe
@@ -123,7 +128,7 @@ def _chosen(pipe: Any, wanted: Wanted, passed: Collection[str]) -> list[str]:
         if name not in passed
         and getattr(pipe, name, None) is None
         and (only is None or name in only or not _is_model(specs[name].type_hint))
-        and not (specs[name].type_hint is None and _is_absent(specs[name], wanted))
+        and not (_is_here(specs[name]) and _is_left_out(specs[name], wanted))
     ]
 
 
@@ -145,6 +150,7 @@ def _load(
         if spec.type_hint is None or isinstance(spec.type_hint, type)
     ]
     stopped: Exception | None = None
+    before = sys.exception()
     try:
         for spec, _, replacement in replacements:
             spec.type_hint = replacement
@@ -152,6 +158,7 @@ def _load(
             pipe.load_components(names, **given)
     except _Stopped as exc:
         stopped = exc.error
+        forget_locals(exc, before)  # the library's hold the models
     finally:
         for spec, hint, replacement in replacements:  # those that were not loaded
             if spec.type_hint is replacement:
@@ -185,7 +192,7 @@ def _replacement(spec: Any, *, wanted: Wanted, load_model: LoadModel) -> type:
                 with libraries(), inside():
                     made = getattr(hint, method)(source, **given)
         except Exception as exc:
-            if hint is None and _is_absent(spec, wanted):  # of a repository that is here by now
+            if _is_left_out(spec, wanted):  # of a repository that is here by now
                 raise
             raise _Stopped(_explained(exc, spec.name, source)) from None
         spec.type_hint = hint or type(made)
@@ -199,7 +206,8 @@ def _replacement(spec: Any, *, wanted: Wanted, load_model: LoadModel) -> type:
 def _explained(error: Exception, component: str, source: str) -> Exception:
     """Return the error of one component; of arguments and of room as it is."""
     about_source = (CheckpointError, SourceNotFound, LibraryMissing)
-    if isinstance(error, ShmloadError) and not isinstance(error, about_source):
+    full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if full or (isinstance(error, ShmloadError) and not isinstance(error, about_source)):
         return error
     said = "; ".join([str(error), *getattr(error, "__notes__", ())])
     found = ComponentFailed(component, source, said)
@@ -207,9 +215,19 @@ def _explained(error: Exception, component: str, source: str) -> Exception:
     return found
 
 
-def _is_absent(spec: Any, wanted: Wanted) -> bool:
+def _is_here(spec: Any) -> bool:
+    """Tell whether a spec names a directory; of another repository all may not be here yet."""
+    return os.path.isdir(str(spec.pretrained_model_name_or_path))
+
+
+def _is_left_out(spec: Any, wanted: Wanted) -> bool:
+    """Tell whether a pipeline was saved without a component, which nobody has asked for by name."""
     hub = msgspec.structs.replace(wanted.hub, revision=spec.revision)
-    return is_absent(str(spec.pretrained_model_name_or_path), spec.subfolder, hub)
+    return (
+        spec.type_hint is None
+        and spec.name not in (wanted.components or ())
+        and is_absent(str(spec.pretrained_model_name_or_path), spec.subfolder, hub)
+    )
 
 
 def _is_model(hint: type | None) -> bool:

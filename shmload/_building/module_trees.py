@@ -20,6 +20,7 @@ from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
+from shmload._checkpoints.modular import class_named_by
 from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
@@ -126,7 +127,8 @@ def _describe_unread(source: Source, name: str, torch_dtype: object) -> Componen
     if not nbytes:
         return None
     entry = read_json(source.index)[name]
-    library, class_name = entry[2]["type_hint"] if source.is_modular else entry
+    named = class_named_by(entry[2].get("type_hint")) if source.is_modular else entry
+    library, class_name = named
     config = files / "config.json"
     checkpoint = Checkpoint(
         component=name,

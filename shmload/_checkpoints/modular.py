@@ -88,7 +88,7 @@ def is_absent(source: str, subfolder: str | None, hub: Hub) -> bool:
 def _specs(source: Source) -> Iterator[Spec]:
     """Yield the specs of models, as the library reads them."""
     for name, spec in listed_specs(read_json(source.index)):
-        library, class_name = _texts(spec.get("type_hint"))
+        library, class_name = class_named_by(spec.get("type_hint"))
         found = Spec(
             name=name,
             library=library,
@@ -141,7 +141,8 @@ def _find(spec: Spec, wanted: Wanted) -> Checkpoint:
     )
 
 
-def _texts(value: Any) -> tuple[str, str]:
+def class_named_by(value: Any) -> tuple[str, str]:
+    """Return the library and the class that a spec names; empty texts if it names none."""
     match value:
         case [str(library), str(class_name)]:
             return library, class_name

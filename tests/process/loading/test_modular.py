@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 
 import diffusers
 import pytest
@@ -113,7 +114,8 @@ def test_is_what_the_library_loads(saved, tmp_path, specs, dtype):
     source = respec(saved("sdxl"), tmp_path / "source", **named)
     given = {"config": {"vae": str(saved("sdxl"))}} if FILE in str(specs) else {}
     wanted = load(source, dtype, **given)
-    got = shmload.load_pipeline(source, dtype=dtype, keep=True, **given)
+    asked = MappingProxyType(dtype) if isinstance(dtype, dict) else dtype
+    got = shmload.load_pipeline(source, dtype=asked, keep=True, **given)
     assert_equal(got, wanted, tmp_path)
 
 
@@ -283,6 +285,15 @@ def test_component_that_is_missing_is_named(saved, tmp_path, part, fields, cause
     assert not shmload.segments()
     if part == "unet":
         assert shmload.load_pipeline(source, components=["vae"]).vae is not None
+
+
+def test_component_that_was_left_out_is_an_error_where_it_is_named(saved, tmp_path):
+    spec = {"type_hint": [None, None], "subfolder": "absent"}
+    source = respec(saved("sdxl"), tmp_path / "source", unet=spec)
+    assert shmload.load_pipeline(source, components=["vae"]).unet is None
+    assert shmload.load_pipeline(source).unet is None
+    with pytest.raises(ComponentFailed, match="component unet"):
+        shmload.load_pipeline(source, components=["unet"])
 
 
 def test_trust_is_for_the_repository_alone(saved, tmp_path):
