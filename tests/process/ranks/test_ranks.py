@@ -77,6 +77,7 @@ dist.destroy_process_group()
 """
 # One of two ranks is killed after its load; the launcher then restarts both.
 RESTARTED = """
+print("rank", os.environ["LOCAL_RANK"], "read", read, shmload.segments(), file=sys.stderr)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["LOCAL_RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +100,8 @@ def launch(tmp_path, warm_python, monkeypatch):
             ended = run_to_end([*prefix, sys.executable, "-W", "ignore", *words])
         else:
             ended = warm_python.run(*words)
-        assert ended.returncode == 0, ended.stderr
+        print(ended.stderr)  # where a test fails, pytest shows it
+        assert ended.returncode == 0
         return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
 
     return run
