@@ -22,6 +22,7 @@ from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted
 from shmload._host.collector import freeze_imports, paused_gc
@@ -29,7 +30,13 @@ from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
 from shmload._segments.segment import Stay
 from shmload._wording import logger_of
-from shmload.errors import CheckpointError, ShmloadError, SourceNotFound, UnknownArgument
+from shmload.errors import (
+    ArgumentError,
+    CheckpointError,
+    ShmloadError,
+    SourceNotFound,
+    UnknownArgument,
+)
 from shmload.integrations.models import load_model
 
 if TYPE_CHECKING:
@@ -39,7 +46,8 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-# With other arguments of a modular pipeline, not all its components are loaded, or otherwise.
+# The components of a modular pipeline are decoded ahead with these arguments alone: any other may
+# change which are loaded, or how.
 _AHEAD = PIPELINE_ARGUMENTS | {"collection", "components_manager", "trust_remote_code", "variant"}
 
 _Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
@@ -204,12 +212,22 @@ def _load_modular(
         request: the call, for `prepared.note`.
         imported: as there.
     """
+    devices = options.device_map
 
-    def load_part(component: str, cls: Any, source: str, **given: Any) -> Any:
+    def load_component(component: str, cls: Any, source: str, **given: Any) -> Any:
         own = msgspec.structs.asdict(options)
-        if isinstance(devices := options.device_map, Mapping):
+        if isinstance(devices, Mapping):
             own["device_map"] = devices.get(component, devices.get("default"))
+        if own["device_map"] is None:  # what bounds a copy to devices
+            own |= {"max_memory": None, "max_host_memory": None}
         return load_model(cls, source, **own, **given)
+
+    if is_url(wanted.source):
+        raise ArgumentError(
+            f"{wanted.source} is a modular pipeline: the library reads none from a URL; download "
+            "it, and give its directory"
+        )
+    by_name = devices if isinstance(devices, Mapping) else {}
 
     is_cold = "diffusers" not in sys.modules
     with whole_libraries(), paused_gc(), _decoding_ahead(wanted, options, kwargs):
@@ -218,7 +236,7 @@ def _load_modular(
 
         if is_cold:
             freeze_imports()
-        pipe = make_modular(wanted, pipeline_class, kwargs, load_pipeline, load_part)
+        pipe = make_modular(wanted, pipeline_class, kwargs, by_name, load_pipeline, load_component)
     if is_alone(pipe, wanted.source):  # else files are not looked at before one is taken
         prepared.note(request, imported)
     return pipe
@@ -228,8 +246,8 @@ def _load_modular(
 def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -> Iterator[None]:
     """Decode all components of a modular pipeline at once, while the block attaches one by one.
 
-    It decodes what is kept on the host and whose rules are remembered, and nothing in doubt. The
-    block loads the rest, and says what is wrong.
+    It decodes what is kept on the host and whose rules are remembered. An error here is no error
+    yet: the block meets it again, and raises it.
     """
     is_plain = options.keep is True and options.device_map is None and _AHEAD.issuperset(kwargs)
     with contextlib.ExitStack() as ending:

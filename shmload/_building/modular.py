@@ -1,4 +1,4 @@
-"""Makes modular pipelines: the library reads the specs, and what it loads by them is led to here.
+"""Makes modular pipelines: the library reads the specs, and models are loaded by `load_model`.
 
     from_pretrained ──▶ load_components ──▶ what replaces the class of a spec
                                                  │                 │
@@ -39,11 +39,11 @@ from shmload.errors import (
     UnknownComponent,
 )
 
-# How the repository and its components are found, but for the revision, which is the repository's.
+# How the repository and its components are found. Not the revision: each spec has its own.
 _OF_BOTH = frozenset({"cache_dir", "force_download", "local_files_only", "proxies", "token"})
 _PATH = "pretrained_model_name_or_path"
 _TRUST = "trust_remote_code"
-# By which the library loads, after it has asked whether the class is one of models.
+# The methods that the library calls on a spec's class.
 _METHODS = ("from_pretrained", "from_single_file")
 
 
@@ -58,6 +58,7 @@ def make_modular(
     wanted: Wanted,
     pipeline_class: type | str | None,
     kwargs: Mapping[str, Any],
+    placed: Collection[object],
     function: Any,
     load_model: LoadModel,
 ) -> Any:
@@ -68,6 +69,7 @@ def make_modular(
         pipeline_class: a class of modular pipelines, its name, or None.
         kwargs: for `from_pretrained` of the pipeline, and of its components; and components and
             configuration values that it is to have.
+        placed: names of components that are to have a device of their own, or `default`.
         function: the public function, for errors.
         load_model: loads a model.
 
@@ -100,8 +102,8 @@ def make_modular(
         # The library knows a dtype by component only as a dict.
         dtype = wanted.dtype
         given[dtype_keyword()] = dict(dtype) if isinstance(dtype, Mapping) else dtype
-    for_part = functools.partial(_replacement, wanted=wanted, load_model=load_model)
-    _load(pipe, _chosen(pipe, wanted, passed), given, for_part)
+    replace_class = functools.partial(_replacement, wanted=wanted, load_model=load_model)
+    _load(pipe, _chosen(pipe, wanted, passed, placed), given, replace_class)
     return pipe
 
 
@@ -112,7 +114,9 @@ def is_alone(pipe: Any, source: object) -> bool:
     return {each.pretrained_model_name_or_path for each in specs} <= {str(source), None}
 
 
-def _chosen(pipe: Any, wanted: Wanted, passed: Collection[str]) -> list[str]:
+def _chosen(
+    pipe: Any, wanted: Wanted, passed: Collection[str], placed: Collection[object]
+) -> list[str]:
     """Return the names of the components to load: without weights all, with weights the wanted.
 
     Raises:
@@ -120,7 +124,7 @@ def _chosen(pipe: Any, wanted: Wanted, passed: Collection[str]) -> list[str]:
     """
     specs, only = component_specs(pipe), wanted.components
     by_name = wanted.dtype if isinstance(wanted.dtype, Mapping) else {}
-    for name in {*(only or ()), *by_name} - {"default", *specs}:
+    for name in {*(only or ()), *by_name, *placed} - {"default", *specs}:
         raise UnknownComponent(str(name), wanted.source, specs)
     return [
         name

@@ -54,12 +54,12 @@ def find_whole_source(wanted: Wanted) -> Source:
         for spec in _specs(found)
         if spec.source and (wanted.components is None or spec.name in wanted.components)
     ]
-    parts = {spec.name: _find(spec, wanted) for spec in sought}
+    by_name = {spec.name: _find(spec, wanted) for spec in sought}
     return msgspec.structs.replace(
         found,
-        checkpoints=tuple(part for part in parts.values() if part.shards),
-        unread=tuple(name for name, part in parts.items() if not part.shards),
-        folders={name: part.folder for name, part in parts.items()},
+        checkpoints=tuple(each for each in by_name.values() if each.shards),
+        unread=tuple(name for name, each in by_name.items() if not each.shards),
+        folders={name: each.folder for name, each in by_name.items()},
         variant=wanted.variant,
     )
 
@@ -70,7 +70,7 @@ def is_foreign(source: str) -> bool:
 
 
 def is_absent(source: str, subfolder: str | None, hub: Hub) -> bool:
-    """Tell whether a repository is on this machine, without a folder of a component.
+    """Tell whether a repository on this machine lacks the folder of a component.
 
     Without a class in its spec, that is a component that the pipeline was saved without.
 
@@ -124,9 +124,11 @@ def _find(spec: Spec, wanted: Wanted) -> Checkpoint:
             found = find_source(Wanted(source=spec.source, hub=hub))
             return msgspec.structs.replace(found.checkpoints[0], component=spec.name)
         variant = wanted.variant or spec.variant
-        part = Wanted(source=spec.source, variant=variant, hub=where)
-        found = find_model(part)
-        folder = subfolder_of(part, found.root) if spec.class_name else found.root / where.folder
+        own_wanted = Wanted(source=spec.source, variant=variant, hub=where)
+        found = find_model(own_wanted)
+        folder = (
+            subfolder_of(own_wanted, found.root) if spec.class_name else found.root / where.folder
+        )
     except ShmloadError as exc:
         raise ComponentFailed(spec.name, spec.source, exc) from exc
     if not found.checkpoints:

@@ -244,7 +244,7 @@ def test_components_by_name_workflows_and_managers(source, tmp_path):
     assert_equal(first, load(source, own={"workflow": "text2image"}), tmp_path)
     assert len(manager.components) == len(set(map(id, manager.components.values())))
 
-    placed = shmload.load_pipeline(source, device_map={"unet": "meta"})
+    placed = shmload.load_pipeline(source, device_map={"unet": "meta"}, max_memory={"cpu": "1GiB"})
     assert (placed.unet.device.type, placed.vae.device.type) == ("meta", "cpu")
 
     second.update_components(unet=only.unet)
@@ -256,6 +256,7 @@ def test_components_by_name_workflows_and_managers(source, tmp_path):
     [
         ({"components": ["unte"]}, UnknownComponent, "did you mean 'unet'"),
         ({"dtype": {"unte": "bfloat16"}}, UnknownComponent, "did you mean 'unet'"),
+        ({"device_map": {"unte": "cpu"}}, UnknownComponent, "did you mean 'unet'"),
         ({"worklow": "text2image"}, UnknownArgument, "did you mean 'workflow'"),
         ({"pipeline_class": "FluxPipeline"}, ValueError, "leave the class out"),
     ],
