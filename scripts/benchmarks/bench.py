@@ -175,7 +175,8 @@ class Bench:
             variables: of the environment, in addition to `environment`.
         """
         command = [*prefix, *probes.command_of(function, *arguments)]
-        return self.run(command, {"PYTHONPATH": str(_SCRIPTS)} | variables).result
+        path = os.pathsep.join(filter(None, [str(_SCRIPTS), os.getenv("PYTHONPATH")]))
+        return self.run(command, {"PYTHONPATH": path} | variables).result
 
     def probe(self, function: Callable[..., Any], /, *arguments: object, **variables: str) -> Way:
         """Return what runs a function as `ask` does."""
