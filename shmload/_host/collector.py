@@ -2,9 +2,14 @@
 
 import contextlib
 import gc
+import sys
 import traceback
+from types import FrameType
 
 from shmload._host.changes import Change
+
+# inspect.CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR: to clear their frames would end them.
+_PAUSES = 0x20 | 0x80 | 0x200
 
 _has_frozen = False
 _is_marking = False
@@ -16,8 +21,30 @@ def freeze_imports() -> None:
     The imports of a cold process leave a million objects that live as long as it does. To visit
     them would take each later collection 0.2 s, and those at exit a second.
     """
+    _forget_ended_calls()
     gc.freeze()
     note_freeze()
+
+
+def _forget_ended_calls() -> None:
+    """Clear the locals of functions that ended and were called below those that now run.
+
+    An import that kept an error in a variable left a circle: the error, its traceback, the frame.
+    Frozen, it would never go; and a frame keeps its callers, with all that they will have made.
+    """
+    running = set()
+    frame: FrameType | None = sys._getframe()
+    while frame:
+        running.add(frame)
+        frame = frame.f_back
+    for each in gc.get_objects():
+        if type(each) is FrameType and each not in running and not each.f_code.co_flags & _PAUSES:
+            caller = each.f_back
+            while caller and caller not in running:
+                caller = caller.f_back
+            if caller:
+                each.clear()
+    running.clear()  # or this call would leave such a circle itself
 
 
 def note_freeze() -> None:

@@ -66,3 +66,16 @@ def test_weight_that_is_changed_while_the_pipeline_is_built(saved, monkeypatch, 
     # The write copies the page, including the neighbours' bytes.
     got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     assert_equal(got, reference(source, torch.bfloat16))
+
+
+def test_first_pipeline_of_a_program_goes_with_its_last_user(saved, new_child, evicts):
+    """Its imports leave circles of frames, and a frame keeps what its callers have made."""
+    code = """
+import gc, sys, weakref, shmload
+pipe = shmload.load_pipeline(sys.argv[1], keep=True, progress=False)
+left = weakref.ref(pipe)
+del pipe
+gc.collect()
+print("gone" if left() is None else "alive", flush=True)
+"""
+    new_child(code, saved("flux")).expect("gone")

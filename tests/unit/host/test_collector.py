@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import sys
+import weakref
 
 import pytest
 
-from shmload._host.collector import paused_gc
+from shmload._host.collector import freeze_imports, paused_gc
 
 
 @pytest.fixture
@@ -51,3 +53,36 @@ def test_what_a_program_has_frozen_stays():
     with paused_gc():
         pass
     assert gc.get_freeze_count() > 0
+
+
+class Thing:
+    pass
+
+
+def _import():
+    """Leave a circle: a frame in its own locals, as torch does when it is imported."""
+    own = sys._getframe()
+    assert own
+
+
+def _waits():
+    thing = Thing()
+    yield weakref.ref(thing)
+    yield thing
+
+
+def _load():
+    _import()
+    waiting = _waits()
+    reference = next(waiting)
+    freeze_imports()
+    assert reference() is next(waiting)  # it was not ended
+    made = Thing()
+    return weakref.ref(made)
+
+
+@pytest.mark.usefixtures("given_back", "unfrozen")
+def test_what_a_call_makes_after_its_imports_were_frozen_goes():
+    gc.disable()
+    made = _load()
+    assert made() is None
