@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from shmload import __version__
 from shmload._host.procfs import huge_page_policy
 
 _PACKAGES = (
-    "shmload",
     "torch",
     "diffusers",
     "transformers",
@@ -38,14 +38,15 @@ def describe_machine(gpu: Mapping[str, str] | None = None) -> dict[str, str]:
         "huge pages": f"private {_chosen('enabled')}, shared {_chosen('shmem_enabled')}",
         "load average at the start": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
-        "packages": ", ".join(f"{name} {_version_of(name)}" for name in _PACKAGES),
+        "packages": ", ".join(
+            [f"shmload {__version__}", *(f"{name} {_version_of(name)}" for name in _PACKAGES)]
+        ),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
     }
 
 
 def _version_of(package: str) -> str:
-    """Return a package's version; a package on the path need not be installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -38,7 +38,10 @@ class RingShape(NamedTuple):
 
 
 def ring_shape(
-    fillers: int, max_nbytes: int | None = None, slot_nbytes: int = _SLOT_NBYTES
+    fillers: int,
+    max_nbytes: int | None = None,
+    slot_nbytes: int = _SLOT_NBYTES,
+    slots_per_filler: int = _SLOTS_PER_FILLER,
 ) -> RingShape:
     """Choose the number and size of slots.
 
@@ -46,11 +49,12 @@ def ring_shape(
         fillers: number of processes or threads that fill slots.
         max_nbytes: limit for the whole ring, in bytes; None for the fastest shape.
         slot_nbytes: size of the slots in the fastest shape, in bytes; a multiple of the page size.
+        slots_per_filler: number of slots for each in the fastest shape.
 
     Raises:
         ArgumentError: the limit is below two pages.
     """
-    slots = _SLOTS_PER_FILLER * fillers
+    slots = slots_per_filler * fillers
     if max_nbytes is None or max_nbytes >= slots * slot_nbytes:
         return RingShape(slots, slot_nbytes)
     if max_nbytes < 2 * PAGE_NBYTES:

@@ -75,7 +75,7 @@ class CudaRuntime(GenericRuntime):
             error = int(_cudart().cudaHostRegister(address, nbytes, flags))
             if error == 0:
                 return True
-            self._clear_error()
+            self.clear_error()
         if read_only and error in _NO_READ_ONLY:
             logger.info("%s registers no read-only pages (error %d)", self.name, error)
             self._registers_read_only = False
@@ -86,10 +86,20 @@ class CudaRuntime(GenericRuntime):
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
             if int(_cudart().cudaHostUnregister(address)) != 0:
-                self._clear_error()
+                self.clear_error()
 
     def pinned(self, nbytes: int) -> None:
         return None
+
+    def clear_error(self) -> None:
+        """Take the last error from the runtime, or the next kernel would be blamed for it.
+
+        Torch does: other packages, such as torchvision, bring runtimes with errors of their own.
+        """
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError as exc:
+            logger.debug("cleared: %s", exc)
 
     # Torch has had these before those of all kinds of devices.
 
@@ -118,16 +128,6 @@ class CudaRuntime(GenericRuntime):
         """Return how much torch's allocator has for this device that is not in use, in bytes."""
         allocated = torch.cuda.memory_allocated(self.device)
         return torch.cuda.memory_reserved(self.device) - allocated
-
-    def _clear_error(self) -> None:
-        """Take the last error from the runtime, or the next kernel would be blamed for it."""
-        if library := _library():
-            _take_error(*library)
-            return
-        try:  # torch takes the error for its own
-            torch.zeros(1, device=self.device)
-        except RuntimeError as exc:
-            logger.debug("cleared: %s", exc)
 
 
 def _rounded(nbytes: int) -> int:
@@ -171,14 +171,9 @@ def _takes_read_only(library: ctypes.CDLL, prefix: str, runtime: CudaRuntime) ->
     value = ctypes.c_int(-1)
     index = runtime.device.index
     if library.cudaDeviceGetAttribute(ctypes.byref(value), _TAKES_READ_ONLY, index) != 0:
-        _take_error(library, prefix)
+        runtime.clear_error()
         return None
     return value.value
-
-
-def _take_error(library: ctypes.CDLL, prefix: str) -> None:
-    """Forget the last error of this thread's calls, or the next kernel is blamed for it."""
-    getattr(library, f"{prefix}GetLastError")()
 
 
 @functools.cache

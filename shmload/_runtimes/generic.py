@@ -7,6 +7,8 @@ allocated pinned, and the one that workers fill is not.
 
 import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -35,14 +37,25 @@ class GenericRuntime(Runtime):
         self.driver = self._driver_version()
         self._consumer = self._current_stream()
         self._streams: dict[int, Any] = {}
+        self._here = threading.local()
         self._is_pinning = True
 
     def empty(self, nbytes: int) -> torch.Tensor:
         make = functools.partial(torch.empty, dtype=torch.uint8, device=self.device)
         return aligned(make, nbytes)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+    @contextlib.contextmanager
+    def using(self, lane: int) -> Iterator[None]:
         with self._using(self._stream(lane)):
+            self._here.lane = lane
+            try:
+                yield
+            finally:
+                del self._here.lane
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+        is_here = getattr(self._here, "lane", None) == lane
+        with contextlib.nullcontext() if is_here else self._using(self._stream(lane)):
             target.copy_(source, non_blocking=True)
 
     def follow(self, lane: int) -> None:

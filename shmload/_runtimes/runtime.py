@@ -76,6 +76,10 @@ class Runtime(Protocol):
             torch.OutOfMemoryError: the device is full.
         """
 
+    def using(self, lane: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a thread starts copies on a lane faster than without."""
+        return contextlib.nullcontext()
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
         """Start to copy bytes of the host to the device.
 

@@ -40,10 +40,6 @@ class Driver:
         ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self._takes_read_only
         return 0
 
-    def cudaGetLastError(self):
-        self.calls.append("take error")
-        return 0
-
 
 @pytest.fixture
 def runtime_on(monkeypatch):
@@ -56,6 +52,9 @@ def runtime_on(monkeypatch):
 
     def make(driver, library="cuda"):
         monkeypatch.setattr(cuda, "cudart", lambda: driver)
+        monkeypatch.setattr(
+            torch, "zeros", lambda size, device: driver.calls.append(f"take error of {device}")
+        )
         found = library and (driver, library)
         monkeypatch.setattr(cuda_runtime, "_library", lambda: found)
         return CudaRuntime(torch.device("cuda", 2))
@@ -93,7 +92,7 @@ def test_refused_flag_is_not_tried_again(runtime_on, caplog, error, takes_read_o
     driver.calls.clear()
     assert [register(runtime), register(runtime)] == [False, False]
     assert not runtime.registers_read_only
-    assert driver.calls == [f"register {PORTABLE | READ_ONLY}", "take error"]
+    assert driver.calls == [f"register {PORTABLE | READ_ONLY}", "take error of cuda:2"]
     assert register(runtime, read_only=False)
     assert not caplog.records
 
@@ -104,7 +103,7 @@ def test_other_errors_say_nothing_of_the_flag(runtime_on, caplog, error):
     runtime = runtime_on(driver)
     assert not register(runtime)
     assert runtime.registers_read_only
-    assert driver.calls[-1] == "take error"
+    assert driver.calls[-1] == "take error of cuda:2"
     assert f"(error {error})" in caplog.text
 
 
@@ -113,21 +112,13 @@ def test_writable_pages_that_are_refused_leave_no_error(runtime_on, error):
     driver = Driver({PORTABLE: error})
     runtime = runtime_on(driver)
     assert not register(runtime, read_only=False)
-    assert driver.calls == [f"register {PORTABLE}", "take error"]
+    assert driver.calls == [f"register {PORTABLE}", "take error of cuda:2"]
 
 
 def test_failed_unregistering_leaves_no_error(runtime_on):
     driver = Driver({"unregister": 713})
     runtime_on(driver).unregister(4096)
-    assert driver.calls == ["unregister", "take error"]
-
-
-def test_library_that_is_part_of_torch_has_torch_take_the_error(runtime_on, monkeypatch):
-    driver = Driver({PORTABLE: 2})
-    taken = []
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: taken.append(kwargs["device"]))
-    assert not register(runtime_on(driver, library=None), read_only=False)
-    assert taken == [torch.device("cuda", 2)]
+    assert driver.calls == ["unregister", "take error of cuda:2"]
 
 
 def test_rocm_is_asked_for_no_attribute(runtime_on):
