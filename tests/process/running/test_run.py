@@ -361,7 +361,8 @@ def test_many_runs_leave_nothing(running, template):
     before = held()
     for _ in range(10):
         run(running, "-c", "pass")
-    until(lambda: len(children()) == 1 and held() == before)
+    # What the first run had may still have been there.
+    until(lambda: len(children()) == 1 and all(map(int.__le__, held(), before)))
 
 
 # A terminal --------------------------------------------------------------------------------------
