@@ -15,6 +15,7 @@ import msgspec
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map
 from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory, boundless
 from shmload._placement.modules import Component, Module, join
+from shmload._placement.offloading import OffloadingUse, offloading_uses
 from shmload._placement.shortest_map import shorten
 from shmload._placement.strategies import WHOLE_STRATEGIES, place_auto, rooms_of
 from shmload._placement.table import WAITING, DeviceUse, TableRow, placement_page, table_rows
@@ -38,10 +39,13 @@ class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """The same as `components`, as the rows of a table for people."""
     device_map: dict[str, str]
     """The shortest device map that gives this placement again."""
+    offloading: tuple[OffloadingUse, ...]
+    """What the libraries' offloading calls keep on a device, if one of them places the pipeline
+    instead."""
 
     def page(self) -> Page:
         """Return tables of the modules and of the devices, and the device map as Python code."""
-        return placement_page(self.parts, self.devices, self.device_map)
+        return placement_page(self.parts, self.devices, self.device_map, self.offloading)
 
 
 def place(components: Sequence[Component], device_map: object, inventory: Inventory) -> Placement:
@@ -163,6 +167,7 @@ def _describe(components: Sequence[Component], devices: Devices, inventory: Inve
             for row in table_rows(component, found[component.name], execution[component.name])
         ),
         device_map=shorten(components, devices, execution),
+        offloading=offloading_uses(components),
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from shmload._placement.inventory import CPU, DISK, OFFLOAD
 from shmload._placement.modules import Component, Module
+from shmload._placement.offloading import OffloadingUse, offloading_table
 from shmload._placement.shortest_map import print_device_map
 from shmload._tables import Page, Table
 from shmload._wording import format_nbytes
@@ -96,7 +97,10 @@ def _range_of(paths: Sequence[str]) -> str:
 
 
 def placement_page(
-    parts: Sequence[TableRow], devices: Sequence[DeviceUse], device_map: Mapping[str, str]
+    parts: Sequence[TableRow],
+    devices: Sequence[DeviceUse],
+    device_map: Mapping[str, str],
+    offloading: Sequence[OffloadingUse],
 ) -> Page:
     """Return the page of a placement; the arguments are its fields."""
     limits = {use.device: use.limit_nbytes for use in devices}
@@ -112,7 +116,11 @@ def placement_page(
     ]
     titles = ("COMPONENT", "MODULES", "SIZE", "DEVICE", "SHARE")
     modules = Table(titles=titles, rows=rows, right=(2, 4))
-    return Page((modules, "", _device_table(devices), "", print_device_map(device_map)))
+    rooms = [use.limit_nbytes for use in devices if use.device not in (CPU, DISK)]
+    room = None if None in rooms else max(filter(None, rooms), default=None)
+    tables: tuple[Table | str, ...] = (modules, "", _device_table(devices), "")
+    tables += (print_device_map(device_map), "", offloading_table(offloading, room))
+    return Page(tables)
 
 
 def _device_table(devices: Sequence[DeviceUse]) -> Table:
