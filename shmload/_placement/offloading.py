@@ -25,16 +25,19 @@ class OffloadingUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def offloading_uses(components: Sequence[Component]) -> tuple[OffloadingUse, ...]:
-    """Return what each call keeps on its device, the most first.
+    """Return what each call keeps on its device.
 
     Args:
         components: of a pipeline, which compute one after the other.
     """
-    modules = [component.module for component in components]
-    return tuple(
-        OffloadingUse(call=call, nbytes=max(map(kept, modules), default=0))
-        for call, kept in _KEPT.items()
-    )
+    modules = {component.name: component.module for component in components}
+    found = []
+    for call, kept in _KEPT.items():
+        staying = _STAYING.intersection(modules) if call in _LEAVES_SOME else set()
+        most = max((kept(each) for name, each in modules.items() if name not in staying), default=0)
+        most += sum(modules[name].nbytes for name in staying)
+        found.append(OffloadingUse(call=call, nbytes=most))
+    return tuple(found)
 
 
 def offloading_table(uses: Sequence[OffloadingUse], room_nbytes: int | None) -> Table:
@@ -94,3 +97,6 @@ _KEPT: dict[str, Callable[[Module], int]] = {
     'enable_group_offload(offload_type="leaf_level")': _leaf,
     "enable_sequential_cpu_offload()": _leaf,
 }
+# Pipelines except components of these names from these calls (`_exclude_from_cpu_offload`).
+_STAYING = frozenset({"safety_checker", "watermarker"})
+_LEAVES_SOME = frozenset({"enable_model_cpu_offload()", "enable_sequential_cpu_offload()"})

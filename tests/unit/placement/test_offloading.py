@@ -55,3 +55,9 @@ def test_table_says_what_fits():
     uses = offloading_uses([TRANSFORMER])
     assert [row[2] for row in offloading_table(uses, 80).rows] == ["no", "no", *["yes"] * 3]
     assert {row[2] for row in offloading_table(uses, None).rows} == {"-"}
+
+
+def test_component_that_the_pipeline_excepts_stays():
+    checker = Component(name="safety_checker", module=block("", 100, 200))
+    assert sizes(TRANSFORMER, checker) == [115 + 300, 300, 300, 200, 40 + 300]
+    assert sizes(checker) == [300, 300, 300, 200, 300]
