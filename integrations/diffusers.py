@@ -23,7 +23,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.load import Load

@@ -12,7 +12,7 @@ from shmload._building.pipeline_maker import PipelineMaker
 from shmload._building.recipe import Recipe, identity_of
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._host.collector import paused_gc

@@ -23,8 +23,8 @@ from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.route import Options, Route, choose_route
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import BytesNeeded, Destination
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc

@@ -16,8 +16,8 @@ from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import Blocks
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import format_with_blocks
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source

@@ -44,8 +44,8 @@ from shmload._building.skeletons import (
 from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Source, has_none_else, weight_files
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source, has_none_else, weight_files
 from shmload._devices.destination import BytesNeeded
 from shmload._host.changes import Change
 from shmload._host.procfs import is_modified, mappings

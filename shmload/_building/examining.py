@@ -27,8 +27,8 @@ from shmload._building.sameness import Comparison
 from shmload._building.skeletons import Skeleton
 from shmload._building.snapshot import Snapshot, is_memo
 from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source
 from shmload._compat import lazy_names
 from shmload._host.procfs import is_modified, mappings
 from shmload._host.shm import SHM_DIR, write_at

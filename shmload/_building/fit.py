@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
-from shmload._checkpoints.resolve import Checkpoint, Source, components_with_weights
+from shmload._checkpoints.source import Checkpoint, Source, components_with_weights
 from shmload._devices.destination import Destination
 from shmload._loading.progress import Step, Steps
 from shmload._loading.shard import stored_sizes

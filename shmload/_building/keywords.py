@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import named_arguments
 from shmload.errors import ShmloadError, UnknownArgument
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from shmload._checkpoints.chosen_rule import likely_rule, rule_for
 from shmload._checkpoints.dtypes import TORCH_NAMES, parse_dtype
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import dtype_keyword, is_missing, missing_backends
 from shmload._wording import nearest

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.keywords import BYPASSING_KEYWORDS
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
 from shmload._segments.lease import Lease

@@ -15,8 +15,8 @@ from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import class_mapped, dtype_keyword
 from shmload.errors import ArgumentError

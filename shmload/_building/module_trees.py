@@ -22,8 +22,8 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.modular import class_named_by
 from shmload._checkpoints.own_dtypes import stored_tensors
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._compat import float32_patterns, indivisible_classes
 from shmload._loading.shard import stored_sizes
 from shmload._placement.modules import Component, Module, join, parent_of

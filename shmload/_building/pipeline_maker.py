@@ -16,7 +16,7 @@ from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Source, components_with_weights
+from shmload._checkpoints.source import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant
 from shmload._compat import class_for_task, connected_class, takes_connected

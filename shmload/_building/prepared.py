@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from shmload._checkpoints.resolve import INDEX
+from shmload._checkpoints.source import INDEX
 from shmload._segments.parking import CannotResume, DescriptorClosed
 from shmload._wording import logger_of
 from shmload.errors import ShmloadError

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from shmload._building.maker import Maker
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._host.changes import forks_wait
 from shmload._host.descriptors import Lock
 from shmload._host.files import TEMPORARY_SUFFIX, replacing

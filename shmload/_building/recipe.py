@@ -13,7 +13,7 @@ from shmload._building.maker import name_class
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.resolve import Source, files_of
+from shmload._checkpoints.source import Source, files_of
 from shmload._checkpoints.wanted import Hub, Wanted
 
 # Configurations and tokenizers are smaller; weights that are not safetensors files are larger.

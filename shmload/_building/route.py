@@ -9,7 +9,7 @@ import msgspec
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
-from shmload._checkpoints.resolve import Source, has_none_else
+from shmload._checkpoints.source import Source, has_none_else
 from shmload._checkpoints.wanted import require_bools
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._loading.progress import Callback

@@ -12,8 +12,8 @@ from packaging import version
 
 from shmload._building.libraries import libraries
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint
 from shmload._compat import (
     float32_patterns,
     kept_in_float32,

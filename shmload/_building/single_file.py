@@ -24,8 +24,8 @@ from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import Checkpoint, Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread

@@ -34,7 +34,7 @@ from shmload._building.effects import Message
 from shmload._building.pickling import Files, Models, PickledModels, unpickle_models
 from shmload._building.queued import Request
 from shmload._checkpoints.identity import identify
-from shmload._checkpoints.resolve import Checkpoint, Source
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._host.memo import Memo, all_remembered
 from shmload._loading.plan import ShardPlan
 from shmload._wording import logger_of

@@ -10,8 +10,8 @@ from functools import cache
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._checkpoints.library import library
 from shmload._checkpoints.quantised import says_quantised
-from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint
 from shmload._host.memo import Memo
 
 # To be increased whenever `shmload._building.rules` derives other rules than before.

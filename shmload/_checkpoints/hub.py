@@ -19,7 +19,8 @@ import msgspec
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX, Source, resolve, resolve_model
+from shmload._checkpoints.resolve import resolve, resolve_model
+from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
 from shmload._checkpoints.wanted import Hub, Wanted, not_found
 from shmload._checkpoints.weights import are_in_format, files_of_model
 from shmload._wording import nearest

@@ -11,7 +11,7 @@ import msgspec
 
 from shmload._checkpoints.formats.foreign import name_of_kind
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.weights import (
     variants_below,
     weights_in,

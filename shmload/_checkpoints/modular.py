@@ -15,7 +15,8 @@ import msgspec
 from shmload._checkpoints.hub import find_cached, find_model, find_source, hub_file_of
 from shmload._checkpoints.indexes import listed_specs, read_json
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.resolve import WITHOUT_WEIGHTS, Checkpoint, Source, subfolder_of
+from shmload._checkpoints.resolve import WITHOUT_WEIGHTS, subfolder_of
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import weights_in
 from shmload.errors import ComponentFailed, ShmloadError, UnknownComponent

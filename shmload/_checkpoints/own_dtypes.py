@@ -12,7 +12,8 @@ from typing import Any
 from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype, prevailing_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.resolve import Checkpoint, Source, config_of
+from shmload._checkpoints.resolve import config_of
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload.errors import UnknownComponent, UnknownDtype

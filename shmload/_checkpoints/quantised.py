@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from shmload._checkpoints.dtypes import BLOCKS, FLOATS
 from shmload._checkpoints.formats.known import dequantiser
 from shmload._checkpoints.header import Header, TensorSpec
-from shmload._checkpoints.resolve import Checkpoint
+from shmload._checkpoints.source import Checkpoint
 from shmload.errors import KindNotDequantised
 
 # As torchao, Nunchaku and others write it into a file or a configuration.

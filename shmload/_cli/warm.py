@@ -10,7 +10,7 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
-from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX
+from shmload._checkpoints.source import INDEX, MODULAR_INDEX
 from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._decoding.ring import Ring, ring_shape
 from shmload._placement.device_map import STRATEGIES, entries_of, parse_device
 from shmload._placement.inventory import (

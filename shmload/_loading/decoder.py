@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import Job, OnPiece
 from shmload._decoding.ring import Ring

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import is_cached, read_ahead

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background

@@ -15,8 +15,8 @@ from shmload._checkpoints.identity import Stat, identify
 from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.remote import pointed_object
-from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source

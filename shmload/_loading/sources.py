@@ -14,8 +14,8 @@ from shmload._checkpoints.left_out import why_unread
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load

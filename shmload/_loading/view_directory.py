@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.left_out import find_left_out
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Hub, Wanted, require_bools
 from shmload._host.shm import SHM_DIR
 from shmload._loading.load import Load

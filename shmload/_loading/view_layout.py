@@ -15,8 +15,8 @@ from shmload._checkpoints.formats.known import (
     name_in_view,
 )
 from shmload._checkpoints.indexes import read_json, renamed_index
-from shmload._checkpoints.resolve import Source
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Source
 from shmload._host.fingerprint import Fingerprint
 from shmload._host.shm import SHM_DIR
 from shmload._segments.view import absolute, is_index_of_renamed

@@ -11,7 +11,8 @@ from shmload._building.libraries import libraries_lock
 from shmload._building.pipeline_maker import PipelineMaker, connected_to
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.resolve import Checkpoint, resolve, resolve_model
+from shmload._checkpoints.resolve import resolve, resolve_model
+from shmload._checkpoints.source import Checkpoint
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub, Wanted
 from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
 from shmload._compat import is_in_mode

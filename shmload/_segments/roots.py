@@ -21,7 +21,7 @@ import msgspec
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.identity import Identity, identify
 from shmload._checkpoints.remote import mirrors_folder, pointed_object
-from shmload._checkpoints.resolve import INDEX, MODULAR_INDEX
+from shmload._checkpoints.source import INDEX, MODULAR_INDEX
 from shmload._segments.metadata import source_path, source_text
 
 _IN_HUB_CACHE = re.compile(r"(?P<root>.*/models--(?P<id>[^/]+)/snapshots/(?P<revision>[^/]+))/.+")

@@ -14,7 +14,7 @@ from mappings import Mappings, copied_nbytes, state_of
 from redirecting import ways  # noqa: F401 a fixture
 
 import shmload
-from shmload._checkpoints.resolve import MODULAR_INDEX
+from shmload._checkpoints.source import MODULAR_INDEX
 from shmload.errors import ComponentFailed, LibraryTooOld, UnknownArgument, UnknownComponent
 
 _BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ from diffusers import ConfigMixin, DiffusionPipeline, ModelMixin
 import shmload
 from shmload._building.keywords import MODEL_KEYWORDS, PIPELINE_KEYWORDS, require_taken
 from shmload._building.pipeline_maker import PipelineMaker
-from shmload._checkpoints.resolve import Source
+from shmload._checkpoints.source import Source
 
 pytestmark = pytest.mark.libraries
 

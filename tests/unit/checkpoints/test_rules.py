@@ -6,8 +6,8 @@ import torch
 from shmload._checkpoints.chosen_rule import forget_rule, likely_rule, rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import FLOATS, parse_dtype
 from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.resolve import Checkpoint
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.source import Checkpoint
 from shmload._settings import settings
 from shmload.errors import UnknownDtype
 

@@ -1,0 +1,117 @@
+"""What was found of a source: a pipeline, one component or one file, with its files of weights."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shmload._checkpoints.formats.known import formats_asked, is_of_weights
+from shmload._checkpoints.weights import weights_in
+
+INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The weight files of a pipeline's component, or of a single directory or file."""
+
+    component: str = ""
+    """Its name in the pipeline; empty where there is no pipeline."""
+    folder: Path
+    """The directory that the weights are in."""
+    library: str = ""
+    """`diffusers`, `transformers`, a module of diffusers' pipelines, or empty if unknown."""
+    class_name: str = ""
+    """Name of the model's class; empty if unknown."""
+    config: dict[str, Any] = {}
+    """Its `config.json`, or empty."""
+    shards: tuple[Path, ...]
+    """In the order of their names."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline, one component, or one file, on the local disk."""
+
+    given: str | os.PathLike[str]
+    """What the user named."""
+    root: Path
+    """The directory, or the file."""
+    class_name: str = ""
+    """Name of the pipeline's class; empty if the source is no pipeline, or brings its own code."""
+    components: tuple[str, ...] = ()
+    """All components that the pipeline lists, with weights or without."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """Those whose weights are in a format that shmload reads."""
+    is_complete: bool = True
+    """Whether every wanted component has a directory, and at least one has files of the variant.
+
+    False too if the files of weights were guessed from what is there.
+    """
+    unread: tuple[str, ...] = ()
+    """Wanted components of which shmload reads no weights; an empty name for the root itself."""
+    variant: str | None = None
+    """The variant that was asked for."""
+    choices: tuple[str, ...] = ()
+    """Files of weights in the root, if there are several and none was named."""
+    is_modular: bool = False
+    """Whether it is a modular pipeline, whose components may lie anywhere (`modular`)."""
+    folders: dict[str, Path] = {}
+    """Of components that do not lie in a folder of their name below the root."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there is an index of a pipeline."""
+        return bool(self.components) or self.is_modular
+
+    @property
+    def index(self) -> Path:
+        """The file that lists a pipeline's components."""
+        return self.root / (MODULAR_INDEX if self.is_modular else INDEX)
+
+    def folder_of(self, component: str) -> Path:
+        """Return the directory of a component; of an empty name the root."""
+        return self.folders.get(component, self.root / component)
+
+    @property
+    def shards(self) -> list[Path]:
+        """The files of all checkpoints."""
+        return [shard for checkpoint in self.checkpoints for shard in checkpoint.shards]
+
+
+def components_with_weights(source: Source) -> set[str]:
+    """Return the components of a pipeline that have weights, in any format."""
+    return {name for name in source.components if weights_in(source.folder_of(name))}
+
+
+def has_none_else(source: Source) -> bool:
+    """Tell whether weights are read, and all are in what `use_safetensors=False` asks for."""
+    suffixes = tuple(suffix for each in formats_asked(False) for suffix in each.suffixes)
+    return bool(source.shards) and all(shard.name.endswith(suffixes) for shard in source.shards)
+
+
+def weight_files(source: Source) -> list[Path]:
+    """Return all files of weights in the directories of a pipeline's components."""
+    folders = map(source.folder_of, source.components)
+    return [folder / name for folder in folders for name in weights_in(folder)]
+
+
+def files_of(source: Source, components: Collection[str] | None = None) -> list[Path]:
+    """Return the files that a pipeline is made of: code, weights, configurations, tokenizers.
+
+    Args:
+        source: a pipeline, resolved with the same components.
+        components: other components with weights are left out; None for all.
+    """
+    found = [source.index, *sorted(source.root.glob("*.py"))]
+    left_out = components_with_weights(source) if components is not None else set()
+    with_shards = {checkpoint.component for checkpoint in source.checkpoints}
+    for name in sorted(set(source.components).difference(left_out.difference(components or ()))):
+        folder = source.folder_of(name)
+        if os.path.isdir(folder):
+            names = [each for each in sorted(os.listdir(folder)) if not each.startswith(".")]
+            if name in with_shards:  # other weights in the folder are not read
+                names = [each for each in names if not (is_of_weights(each) or ".index." in each)]
+            found += (folder / each for each in names)
+    return [*filter(os.path.isfile, found), *source.shards]
