@@ -1,0 +1,184 @@
+// A device for tests: its tensors have memory of their own, and a device type of their own.
+//
+// Its memory is memory of the host that no CPU tensor has. What it does not know, torch's fallback
+// does on the CPU. Copies in either direction are counted.
+#include <ATen/EmptyTensor.h>
+#include <ATen/InferSize.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+std::atomic<int64_t> to_device{0}, from_device{0}, held{0};
+
+void release(void* context) {
+  auto* block = static_cast<int64_t*>(context);
+  held -= *block;
+  std::free(block);
+}
+
+// The first 64 bytes of a block say how long it is.
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    const c10::Device device(c10::DeviceType::PrivateUse1, 0);
+    if (nbytes == 0) return {nullptr, nullptr, &release, device};
+    auto* block = static_cast<int64_t*>(std::aligned_alloc(64, (nbytes + 127) / 64 * 64));
+    TORCH_CHECK(block, "the stand-in device is full");
+    *block = static_cast<int64_t>(nbytes);
+    held += *block;
+    return {reinterpret_cast<char*>(block) + 64, block, &release, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* target, const void* source, std::size_t nbytes) const override {
+    std::memcpy(target, source, nbytes);
+  }
+};
+
+Allocator allocator;
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator);
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override { return device; }
+  c10::Device getDevice() const override { return {c10::DeviceType::PrivateUse1, 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    auto grown = allocator.allocate(nbytes);
+    std::memcpy(grown.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+    impl->set_data_ptr_noswap(std::move(grown));
+    impl->set_nbytes(nbytes);
+  }
+};
+
+at::Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(
+      size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::dtype_or_default(dtype));
+}
+
+// A tensor of the CPU over the memory of one of the device, for the length of a copy.
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  if (tensor.device().is_cpu()) return tensor;
+  auto* begin = static_cast<char*>(tensor.storage().mutable_data());
+  return at::from_blob(
+      begin + tensor.storage_offset() * tensor.itemsize(), tensor.sizes(), tensor.strides(),
+      at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
+  const bool leaves = source.device().is_cpu(), arrives = target.device().is_cpu();
+  if (leaves) to_device += source.nbytes();
+  if (arrives) from_device += source.nbytes();
+  if (source.numel()) on_cpu(target).copy_(on_cpu(source));
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  at::native::resize_output(target, source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Tensor as_strided(
+    const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride,
+    std::optional<int64_t> offset) {
+  return at::cpu::as_strided(self, size, stride, offset);
+}
+
+at::Tensor view(const at::Tensor& self, at::IntArrayRef size) {
+  return at::native::view(self, size);
+}
+
+const at::Tensor& resize(
+    const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  return at::native::resize_(self, size, std::nullopt);
+}
+
+at::Tensor& set_source(
+    at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef size,
+    at::IntArrayRef stride) {
+  return at::cpu::set_(self, storage, offset, size, stride);
+}
+
+at::Scalar local_scalar(const at::Tensor& self) { return on_cpu(self).item(); }
+
+// As between the host and CUDA: a module's move keeps its Parameters and changes their data.
+bool has_compatible_type(const at::Tensor&, const at::Tensor&) { return true; }
+
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("_copy_from", &copy_from);
+  library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("as_strided", &as_strided);
+  library.impl("view", &view);
+  library.impl("resize_", &resize);
+  library.impl("set_.source_Storage_storage_offset", &set_source);
+  library.impl("_local_scalar_dense", &local_scalar);
+  library.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  module.def("counts", [] {
+    return std::make_tuple(to_device.load(), from_device.load(), held.load());
+  });
+}
