@@ -21,6 +21,8 @@
 namespace {
 
 std::atomic<int64_t> to_device{0}, from_device{0}, held{0};
+// Whether this thread computes, for which a real device would copy nothing.
+thread_local bool computes = false;
 
 void release(void* context) {
   auto* block = static_cast<int64_t*>(context);
@@ -115,8 +117,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   const bool leaves = source.device().is_cpu(), arrives = target.device().is_cpu();
-  if (leaves) to_device += source.nbytes();
-  if (arrives) from_device += source.nbytes();
+  if (leaves && !computes) to_device += source.nbytes();
+  if (arrives && !computes) from_device += source.nbytes();
   if (source.numel()) on_cpu(target).copy_(on_cpu(source));
   return target;
 }
@@ -153,7 +155,10 @@ at::Scalar local_scalar(const at::Tensor& self) { return on_cpu(self).item(); }
 bool has_compatible_type(const at::Tensor&, const at::Tensor&) { return true; }
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const bool before = computes;
+  computes = true;
   at::native::cpu_fallback(op, stack);
+  computes = before;
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
