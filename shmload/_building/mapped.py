@@ -3,14 +3,16 @@
 import bisect
 import itertools
 import logging
+import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.source import Source
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
+from shmload._host.memory import map_at
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment
 from shmload._wording import format_nbytes, logger_of
@@ -139,6 +141,29 @@ def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":
         return
     for name in make_plan()[0]:
         yield from plain_tensors(getattr(tensor, name))
+
+
+def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> "torch.Tensor":
+    """Map ranges of a file one after the other, copy-on-write.
+
+    Args:
+        fd: the file; stays the caller's.
+        ranges: offset and length of each, in bytes; the offset, and all lengths but the last, are
+            whole pages.
+
+    Returns:
+        The bytes. The mapping goes with their storage, and keeps no descriptor.
+    """
+    import torch
+
+    # The file is mapped over this memory.
+    owner = mmap.mmap(-1, sum(nbytes for _, nbytes in ranges), flags=mmap.MAP_PRIVATE)
+    joined = torch.frombuffer(owner, dtype=torch.uint8)
+    begin = joined.data_ptr()
+    for offset, nbytes in ranges:
+        map_at(begin, begin + nbytes, fd, offset)
+        begin += nbytes
+    return joined
 
 
 class _Counted:

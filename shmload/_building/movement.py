@@ -8,7 +8,6 @@ halves of some tensors. That copies them, and every process would then have its 
 """
 
 import functools
-import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmload._building.mapped import Spans
+from shmload._building.mapped import Spans, map_ranges
 from shmload._host.descriptors import Inode, inode_of
-from shmload._host.memory import PAGE_NBYTES, map_at
+from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import is_modified, mappings
 
 # Operations that give or take elements unchanged. Those that return a view need no entry.
@@ -162,7 +161,7 @@ class Joins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dim != 0 or len(kinds) != 1 or offsets is None:
             return None
         rows = sum(each.shape[0] for each in tensors)
-        flat = _map(self._fd, [(offset, each.nbytes) for offset, each in offsets])
+        flat = map_ranges(self._fd, [(offset, each.nbytes) for offset, each in offsets])
         return flat.view(tensors[0].dtype).view(rows, *tensors[0].shape[1:])
 
     def _offsets(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:
@@ -182,15 +181,3 @@ class Joins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             found.append((home.offset + begin - home.start, tensor))
         return found
-
-
-def _map(fd: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Map ranges of a file one after the other, copy-on-write, as a tensor of bytes."""
-    # The pages are mapped over this memory, which goes with the tensor's storage.
-    owner = mmap.mmap(-1, sum(nbytes for _, nbytes in ranges), flags=mmap.MAP_PRIVATE)
-    joined = torch.frombuffer(owner, dtype=torch.uint8)
-    begin = joined.data_ptr()
-    for offset, nbytes in ranges:
-        map_at(begin, begin + nbytes, fd, offset)
-        begin += nbytes
-    return joined

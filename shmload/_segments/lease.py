@@ -57,6 +57,11 @@ class Lease:
         """Whether it is not released yet."""
         return self._closing.alive
 
+    def open_again(self) -> int | None:
+        """Return a descriptor of the segment without a lease, the caller's; None after `close`."""
+        found = self._closing.peek()
+        return reopen(found[2][0]) if found else None
+
     def touch(self) -> None:
         """Record that the segment is used now; after `close` does nothing."""
         if found := self._closing.peek():
