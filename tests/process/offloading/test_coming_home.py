@@ -1,0 +1,220 @@
+"""Weights that were on a device and were not changed there lie in their segment again."""
+
+import pytest
+import stand_in
+
+pytestmark = pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none())
+
+# Each moves weights to the device and back.
+MOVES = {
+    "pipe.to": "pipe.to(o.DEVICE); pipe.to('cpu')",
+    "module.cpu": """
+for model in o.models(pipe).values():
+    model.to(o.DEVICE); model.cpu()
+""",
+    "submodules": """
+for block in pipe.unet.children():
+    block.to(o.DEVICE); block.to('cpu')
+""",
+    "without blocking": "pipe.unet.to(o.DEVICE); pipe.unet.to('cpu', non_blocking=True)",
+    "model offload": """
+if not hasattr(pipe.unet, '_hf_hook'):
+    pipe.enable_model_cpu_offload(device=o.DEVICE)
+for model in (pipe.text_encoder, pipe.unet, pipe.vae):
+    model._hf_hook.pre_forward(model)
+pipe.maybe_free_model_hooks()
+""",
+    "model offload, removed": """
+pipe.enable_model_cpu_offload(device=o.DEVICE)
+pipe.unet._hf_hook.pre_forward(pipe.unet)
+pipe.remove_all_hooks()
+pipe.to('cpu')
+""",
+    "group offload by blocks": """
+if not hasattr(pipe.unet, '_diffusers_hook'):
+    pipe.unet.enable_group_offload(
+        onload_device=o.DEVICE, offload_type='block_level', num_blocks_per_group=1
+    )
+o.run_unet(pipe.unet)
+""",
+    "group offload by leaves": """
+if not hasattr(pipe.unet, '_diffusers_hook'):
+    pipe.unet.enable_group_offload(onload_device=o.DEVICE, offload_type='leaf_level')
+o.run_unet(pipe.unet)
+""",
+}
+PROGRAM = """
+import sys, torch
+import offloading as o
+pipe = o.load(sys.argv[1])
+wanted = o.values(pipe)
+"""
+
+
+@pytest.fixture
+def program(child, saved):
+    """Run a program over a pipeline; it has `pipe`, `wanted` and the module `o`."""
+
+    def run(code, family="stable-diffusion"):
+        started = child(f"{PROGRAM}{code}\nprint('END', flush=True)", saved(family))
+        started.expect("END")
+
+    return run
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_weights_lie_in_their_segments_after_each_run(program, move):
+    indented = MOVES[move].replace("\n", "\n    ")
+    program(f"""
+for _ in range(3):
+    before = o.from_device()
+    {indented}
+    assert not o.all_outside(pipe), o.all_outside(pipe)
+    assert o.from_device() - before < 100_000, o.from_device() - before
+o.require_equal(pipe, wanted)
+""")
+
+
+CHANGES = {
+    "in place": "weight.add_(1)",
+    "one element": "weight.view(-1)[-1] += 1",
+    "signs of two": "weight.view(-1)[:2].mul_(-1)",
+    "two exchanged": "weight.view(-1)[:2] = weight.view(-1)[:2].flip(0).clone()",
+    "through data": "weight.data.mul_(2)",
+    "other data": "weight.data = weight.data * 2",
+    "set_": "weight.set_((weight * 2).detach())",
+    "copy_": "weight.copy_(weight * 2)",
+    "inference mode": "with torch.inference_mode(): weight.mul_(2)",
+    "an optimiser": (
+        "weight.grad = torch.ones_like(weight); torch.optim.SGD([weight], lr=1.0).step()"
+    ),
+    "a new parameter": "layer.weight = torch.nn.Parameter(weight * 2)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weight_comes_back_as_it_is(program, change):
+    program(f"""
+layer = pipe.unet.conv_in
+def move():
+    pipe.unet.to(o.DEVICE)
+    weight = layer.weight
+    with torch.no_grad():
+        {CHANGES[change]}
+    changed = layer.weight.cpu()
+    pipe.unet.to("cpu")
+    assert torch.equal(layer.weight, changed) and not torch.equal(changed, first)
+    assert o.outside(pipe.unet) == ["conv_in.weight"], o.outside(pipe.unet)
+first = layer.weight.detach().clone()
+move()
+first = layer.weight.detach().clone()
+move()  # what was changed on the host, and again on the device
+""")
+
+
+def test_weight_that_was_changed_on_the_host_stays_changed(program):
+    program("""
+weight = pipe.unet.conv_in.weight
+for _ in range(2):
+    with torch.no_grad():
+        weight.add_(1)
+    changed = weight.detach().clone()
+    pipe.unet.to(o.DEVICE)
+    pipe.unet.to("cpu")
+    assert torch.equal(weight, changed)
+""")
+
+
+def test_what_the_program_kept_of_a_weight_is_not_changed_with_it(program):
+    program("""
+weight = pipe.unet.conv_in.weight
+kept = []
+for _ in range(3):
+    kept.append(weight.data)
+    pipe.unet.to(o.DEVICE)
+    pipe.unet.to("cpu")
+with torch.no_grad():
+    weight.zero_()
+assert all(torch.equal(each, wanted["unet", "conv_in.weight"]) for each in kept)
+kept[0].add_(1)
+assert torch.equal(kept[1], wanted["unet", "conv_in.weight"]) and not weight.any()
+""")
+
+
+def test_another_dtype_or_layout_is_made(program):
+    program("""
+pipe.unet.to(o.DEVICE)
+pipe.unet.to("cpu", memory_format=torch.channels_last)
+assert pipe.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+pipe.unet.to(o.DEVICE)
+pipe.unet.to("cpu", memory_format=torch.contiguous_format)
+pipe.vae.to(o.DEVICE)
+pipe.vae.to("cpu", torch.float64)
+assert pipe.vae.dtype == torch.float64
+pipe.vae.to(torch.float32)
+o.require_equal(pipe, wanted)
+pipe.text_encoder.to(o.DEVICE)._apply(lambda each: each.cpu() * 2)
+weight = pipe.text_encoder.get_input_embeddings().weight
+key = next(key for key in wanted if key[0] == "text_encoder" and "token_embedding" in key[1])
+assert torch.equal(weight, wanted[key] * 2)
+""")
+
+
+def test_copies_and_pickles_are_ordinary(program):
+    program("""
+import copy, pickle
+pipe.unet.to(o.DEVICE)
+pipe.unet.to("cpu")
+copied = copy.deepcopy(pipe.unet)
+loaded = pickle.loads(pickle.dumps(pipe.unet))
+for each in (copied, loaded):
+    each.to(o.DEVICE)
+    each.to("cpu")
+    with torch.no_grad():
+        each.conv_in.weight.zero_()
+    assert each.conv_in.weight.device.type == "cpu" and not each.conv_in.weight.any()
+o.require_equal(pipe, wanted)
+assert not o.outside(pipe.unet)
+""")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_segment_that_was_removed_meanwhile(program, again):
+    program(f"""
+import shmload
+pipe.unet.to(o.DEVICE)
+del pipe.vae, pipe.text_encoder
+shmload.remove(all=True)
+if {again}:
+    o.load(sys.argv[1])
+pipe.unet.to("cpu")
+found = pipe.unet.state_dict()
+assert all(torch.equal(found[key], each) for (name, key), each in wanted.items() if name == "unet")
+""")
+
+
+def test_private_load_is_not_watched(program):
+    program("""
+pipe = o.load(sys.argv[1], keep=False)
+assert all("_apply" not in vars(each) for model in o.models(pipe).values()
+           for each in model.modules())
+""")
+
+
+def test_fork_brings_its_weights_home_too(program):
+    program("""
+import os
+pipe.to(o.DEVICE); pipe.to("cpu")
+child = os.fork()
+if child == 0:
+    try:
+        pipe.to(o.DEVICE); pipe.to("cpu")
+        assert not o.all_outside(pipe)
+        o.require_equal(pipe, wanted)
+        os._exit(0)
+    finally:
+        os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+pipe.to(o.DEVICE); pipe.to("cpu")
+assert not o.all_outside(pipe)
+""")
