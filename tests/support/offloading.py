@@ -1,13 +1,15 @@
 """For programs that offload: the stand-in device, a pipeline, and where its weights lie.
 
-    import offloading as o        # in a program of its own: it changes torch
-    pipe = o.load(source)
+import offloading as o        # in a program of its own: it changes torch
+pipe = o.load(source)
 """
 
 import stand_in
 import torch
 
 import shmload
+from shmload._host.shm import shm_unlink
+from shmload._segments.names import segment_names
 
 stand_in.install()
 DEVICE = torch.device(stand_in.NAME)
@@ -47,14 +49,14 @@ def require_equal(pipe, wanted):
 
 
 def outside(model):
-    """Return the names of the parameters that lie in no segment."""
+    """Return the names of the parameters on the host that lie in no segment."""
     with open("/proc/self/maps") as file:
         ranges = [line.split()[0].split("-") for line in file if "/dev/shm/shmload-" in line]
     spans = [(int(begin, 16), int(end, 16)) for begin, end in ranges]
     return [
         name
         for name, each in model.named_parameters()
-        if not each.is_cpu or not any(a <= each.data_ptr() < b for a, b in spans)
+        if each.is_cpu and not any(a <= each.data_ptr() < b for a, b in spans)
     ]
 
 
@@ -66,6 +68,12 @@ def all_outside(pipe):
 def from_device():
     """Return how many bytes were copied from the device."""
     return stand_in.counts().from_device
+
+
+def unlink_all():
+    """Remove the names of all segments, used or not."""
+    for name in segment_names():
+        shm_unlink(name)
 
 
 def run_unet(unet):

@@ -8,12 +8,16 @@
 It is built from `device.cpp` when it is first used, which takes a minute and a C++ compiler.
 """
 
+import fcntl
 import functools
 import hashlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import types
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,14 +55,36 @@ def counts() -> Counts:
     return Counts(*_extension().counts())
 
 
-@functools.cache
-def _extension() -> Any:
-    from torch.utils import cpp_extension
+def build() -> Path:
+    """Build the device unless that was done; return its library.
 
+    In a process of its own that loads it: a process that has the device is no other test's.
+    """
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + _SOURCE.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"shmload-stand-in-{digest.hexdigest()[:12]}"
     folder.mkdir(exist_ok=True)
-    return cpp_extension.load("stand_in_device", [str(_SOURCE)], build_directory=str(folder))
+    library = folder / "stand_in_device.so"
+    with (folder / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if not library.exists():
+            (folder / "lock").unlink(missing_ok=True)  # torch's, of a build that was killed
+            code = (
+                "import sys; from torch.utils import cpp_extension; "
+                "cpp_extension.load('stand_in_device', [sys.argv[1]], build_directory=sys.argv[2])"
+            )
+            subprocess.run([sys.executable, "-c", code, _SOURCE, folder], check=True)
+    return library
+
+
+@functools.cache
+def _extension() -> Any:
+    library = build()
+    loader = ExtensionFileLoader("stand_in_device", str(library))
+    spec = spec_from_file_location("stand_in_device", library, loader=loader)
+    assert spec
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def _module() -> types.ModuleType:

@@ -81,6 +81,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto grown = allocator.allocate(nbytes);
