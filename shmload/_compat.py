@@ -20,6 +20,7 @@ _ANEW = "the libraries build models anew: no skeletons, and nothing that was loa
 _CASTS = "the library casts, after the decode"
 _TWICE = "models whose dtypes come out otherwise are loaded again"
 NAMES = {
+    "torch._C:DisableTorchFunctionSubclass": "an error of moves to the host",
     "torch._C:_get_flash_sdp_enabled": _ANEW,
     "torch._C:_get_math_sdp_enabled": _ANEW,
     "torch._C:_get_mem_efficient_sdp_enabled": _ANEW,

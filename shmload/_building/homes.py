@@ -16,25 +16,29 @@ does not matter what has changed a weight, nor whether torch has counted it.
 
 import os
 import secrets
+import threading
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmload._building.mapped import Spans, map_ranges, modules_of
+from shmload._building.mapped import Spans, map_ranges, modules_of, plain_tensors
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment, attach
+from shmload._wording import logger_of
 
-Apply = Callable[[torch.Tensor], torch.Tensor]
+logger = logger_of(__name__)
+
 Digest = tuple[int, ...]
 
-# Bytes that are compared at a time: the device must have five times as much to spare.
-_CHUNK_NBYTES = 4 << 20
+# Bytes that are compared at a time: the device must have six times as much to spare.
+_CHUNK_NBYTES = 1 << 20
 _LANE_NBYTES = 4
 # Two independent digests of 64 bits.
 _DIGESTS = 2
@@ -54,6 +58,10 @@ class Home(NamedTuple):
         """Its length in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor has the dtype and the shape."""
+        return (self.dtype, self.shape) == (tensor.dtype, tensor.shape)
+
 
 class Homes:
     """Where the weights of some models lie in their segments.
@@ -71,8 +79,10 @@ class Homes:
         self._spans = spans
         self._names = {each.inode: each.name for each in segments if each.has_name}
         self._leases: dict[Inode, Lease] = {}
+        # By the id of a tensor. Where it lies may change, also by its `data`.
         self._homes: dict[int, tuple[weakref.ref[torch.Tensor], Home]] = {}
         self._digests: dict[Home, Digest] = {}
+        self._thread = threading.local()
 
     def watch(self, model: torch.nn.Module) -> None:
         """Have a model's weights come home when it, or a module of it, moves to the host.
@@ -85,64 +95,60 @@ class Homes:
             for module in modules_of(model):
                 module.__dict__["_apply"] = types.MethodType(apply, module)
 
-    def moving(self, module: torch.nn.Module, move: Apply, *, recurse: bool) -> Apply:
-        """Return what to apply to the tensors of a module in place of a function that moves them.
+    def move(self, module: torch.nn.Module, recurse: bool, apply: Callable[[], object]) -> None:
+        """Call what moves a module's tensors, and have it copy none that can come home."""
+        if getattr(self._thread, "moves", False):  # a module of one that moves
+            apply()
+            return
+        self._thread.moves = True
+        try:
+            with _Moves(self, module, recurse):
+                apply()
+        finally:
+            self._thread.moves = False
 
-        Args:
-            module: it, or a module of it, was watched.
-            move: as for `torch.nn.Module._apply`.
-            recurse: whether the modules in it move too.
+    def find(self, tensor: torch.Tensor) -> Home | None:
+        """Return which weight a tensor is, or was when it was moved to where it lies.
+
+        Other memory may lie at the same address by now, and the weight may be changed: both are
+        found out before anything comes of it.
         """
-        probe = _Probe(move)
-        returning = []
-        for tensor in _tensors_of(module, recurse=recurse):
-            if tensor.is_cpu:
-                self._note(tensor)
-            elif (home := self._home_of(tensor)) and probe.keeps(tensor):
-                returning.append((tensor, home))
-        return _Move(self, move, self._take_home(returning))
+        if not _is_plain(tensor):
+            return None
+        known, home = self._homes.get(id(tensor), (None, None))
+        if known is not None and home is not None and known() is tensor:
+            return home if home.is_of(tensor) else None
+        mapping = self._spans.find_address(tensor.data_ptr()) if tensor.is_cpu else None
+        if mapping is None or mapping.inode not in self._names:
+            return None
+        offset = mapping.offset + tensor.data_ptr() - mapping.start
+        return Home(mapping.inode, offset, tensor.dtype, tensor.shape)
 
     def note(self, tensor: torch.Tensor, home: Home) -> None:
-        """Note which weight a tensor is."""
-        key, homes = id(tensor), self._homes
-        homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
+        """Note which weight a tensor is, unless it has another dtype or layout."""
+        if _is_plain(tensor) and home.is_of(tensor):
+            key, homes = id(tensor), self._homes
+            homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        """Note where a tensor on the host lies, if that is in a segment.
-
-        Memory that was mapped after the load may lie at the same address. Then its bytes are not
-        the segment's, which is found out before anything comes of it.
-        """
-        if id(tensor) not in self._homes and _is_plain(tensor):
-            mapping = self._spans.find_address(tensor.data_ptr())
-            if mapping and mapping.inode in self._names:
-                offset = mapping.offset + tensor.data_ptr() - mapping.start
-                self.note(tensor, Home(mapping.inode, offset, tensor.dtype, tensor.shape))
-
-    def _home_of(self, tensor: torch.Tensor) -> Home | None:
-        known, home = self._homes.get(id(tensor), (None, None))
-        is_it = known is not None and known() is tensor and _is_plain(tensor)
-        is_same = home is not None and (tensor.dtype, tensor.shape) == (home.dtype, home.shape)
-        return home if is_it and is_same else None
-
-    def _take_home(
-        self, returning: Iterable[tuple[torch.Tensor, Home]]
-    ) -> dict[int, tuple[torch.Tensor, Home]]:
-        """Return what unchanged weights are on the host, by the id of what they are on the device.
+    def take_home(
+        self, weights: Iterable[tuple[torch.Tensor, Home]]
+    ) -> dict[int, torch.Tensor]:
+        """Return what unchanged weights are on the host, by the id of what they are on a device.
 
         Args:
-            returning: weights on the device.
+            weights: on devices.
         """
         by_segment: defaultdict[Inode, list[tuple[torch.Tensor, Home]]] = defaultdict(list)
-        for tensor, home in returning:
+        for tensor, home in weights:
             by_segment[home.inode].append((tensor, home))
         found = {}
-        for inode, pairs in by_segment.items():
-            stored = self._map(inode, [home for _, home in pairs])
-            same = self._are_same(pairs, stored) if stored else []
-            for (tensor, home), on_host, is_same in zip(pairs, stored, same, strict=False):
+        for inode, there in by_segment.items():
+            stored = self._map(inode, [home for _, home in there])
+            same = self._are_same(there, stored) if stored else []
+            for (tensor, home), on_host, is_same in zip(there, stored, same, strict=False):
                 if is_same:
-                    found[id(tensor)] = on_host, home
+                    self.note(on_host, home)
+                    found[id(tensor)] = on_host
         return found
 
     def _map(self, inode: Inode, homes: Sequence[Home]) -> list[torch.Tensor]:
@@ -191,83 +197,91 @@ class Homes:
             yield self._digests.get(home) == digest
 
 
-class _Move:
-    """What is applied to each tensor of a module that moves."""
+class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which copies of a module's weights to the host map them instead."""
 
-    def __init__(
-        self, homes: Homes, move: Apply, found: dict[int, tuple[torch.Tensor, Home]]
-    ) -> None:
+    def __init__(self, homes: Homes, module: torch.nn.Module, recurse: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._homes = homes
-        self._move = move
-        self._found = found
+        self._module = module
+        self._recurse = recurse
+        self._found: dict[int, torch.Tensor] | None = None
+        # The libraries also move a weight to a device by its `data`, unseen.
+        for tensor in self._tensors():
+            if tensor.is_cpu and (home := homes.find(tensor)):
+                homes.note(tensor, home)
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self._found:
-            moved, home = self._found[id(tensor)]
-        else:
-            moved, known = self._move(tensor), self._homes._home_of(tensor)
-            if known is None or moved is tensor:
-                return moved
-            home = known
-        # A parameter stays the same object, and a buffer does not.
-        self._homes.note(moved, home)
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if types:  # a tensor that is made of others: its class moves those, which come here too
+            return NotImplemented
+        if func is not torch.ops.aten._to_copy.default:
+            return func(*args, **given)
+        (tensor,) = args
+        home = self._homes.find(tensor)
+        if home and not tensor.is_cpu and _is_plain_move_to_host(tensor, given):
+            if self._found is None:  # the others that are on a device will follow
+                self._found = self._take_home()
+            if (on_host := self._found.get(id(tensor))) is not None:
+                return on_host
+        moved = func(*args, **given)
+        if home:
+            self._homes.note(moved, home)
         return moved
 
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for each in modules_of(self._module) if self._recurse else (self._module,):
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                if tensor is not None:
+                    yield from plain_tensors(tensor)
 
-class _Probe:
-    """Finds out what a function makes of tensors, with small ones."""
+    def _take_home(self) -> dict[int, torch.Tensor]:
+        # The libraries' quantised parameters would make such parameters of all that is computed.
+        with torch._C.DisableTorchFunctionSubclass():
+            weights = {
+                id(tensor): (tensor, home)
+                for tensor in self._tensors()
+                if not tensor.is_cpu and (home := self._homes.find(tensor))
+            }
+            try:
+                return self._homes.take_home(weights.values())
+            except RuntimeError as exc:  # a device that is full, or cannot compute with integers
+                logger.debug("weights are copied to the host: %s", exc)
+                return {}
 
-    def __init__(self, move: Apply) -> None:
-        self._move = move
-        self._known: dict[tuple[torch.device, torch.dtype, int], bool] = {}
 
-    def keeps(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the function brings such a tensor to the host, and changes nothing else."""
-        key = tensor.device, tensor.dtype, tensor.dim()
-        if key not in self._known:
-            self._known[key] = self._try(*key)
-        return self._known[key]
-
-    def _try(self, device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-        given = torch.arange(2**dim).to(dtype).view((2,) * dim)
-        with torch.no_grad():
-            on_device = given.to(device)
-            made = self._move(on_device)
-            on_device.cpu()  # waits, also for a move that does not block
-        return (
-            type(made) is torch.Tensor
-            and made.is_cpu
-            and (made.dtype, made.shape) == (dtype, given.shape)
-            and made.is_contiguous()
-            and torch.equal(made, given)
-        )
+def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bool:
+    formats = None, torch.preserve_format, torch.contiguous_format
+    return (
+        torch.device(given.get("device") or tensor.device).type == "cpu"
+        and given.get("dtype") in (None, tensor.dtype)
+        and given.get("layout") in (None, torch.strided)
+        and given.get("memory_format") in formats
+        and not given.get("pin_memory")
+    )
 
 
 def _apply_of(homes: Homes) -> Callable[..., torch.nn.Module]:
     # Of this name, so that a pickle has the class's own in its place.
-    def _apply(self: torch.nn.Module, fn: Apply, recurse: bool = True) -> torch.nn.Module:
-        move = fn if isinstance(fn, _Move) else homes.moving(self, fn, recurse=recurse)
+    def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         of_class: Any = type(self)._apply
-        moved: torch.nn.Module = of_class(self, move, recurse)
-        return moved
+        homes.move(self, recurse, lambda: of_class(self, fn, recurse))
+        return self
 
     return _apply
-
-
-def _tensors_of(module: torch.nn.Module, *, recurse: bool) -> Iterator[torch.Tensor]:
-    seen = set()
-    for each in modules_of(module) if recurse else (module,):
-        for tensor in (*each._parameters.values(), *each._buffers.values()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is its bytes alone, in a row."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
+        tensor.layout == torch.strided
+        and not tensor.is_meta
         and tensor.numel() > 0
         and tensor.is_contiguous()
     )
@@ -282,10 +296,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_equal(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
     mine, wanted = _bytes_of(tensor), _bytes_of(stored)
-    return all(
-        torch.equal(mine[at : at + _CHUNK_NBYTES], wanted[at : at + _CHUNK_NBYTES].to(mine.device))
-        for at in range(0, mine.numel(), _CHUNK_NBYTES)
-    )
+    steps = range(0, mine.numel(), _CHUNK_NBYTES)
+    parts = [slice(at, at + _CHUNK_NBYTES) for at in steps]
+    return bool(torch.stack([(mine[at] == wanted[at].to(mine.device)).all() for at in parts]).all())
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
@@ -310,7 +323,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     total = (tail * places).sum() * factors[:, 0]
     step = _CHUNK_NBYTES // _LANE_NBYTES
     for at in range(0, count, step):
-        part = lanes[at : at + step].to(torch.int64)
+        part = lanes[at : at + step]
         # Chunks in another order have another digest.
         total = total * _ODD + (part * factors[:, 1 : part.numel() + 1]).sum(1)
     return total

@@ -4,6 +4,11 @@ import offloading as o        # in a program of its own: it changes torch
 pipe = o.load(source)
 """
 
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import stand_in
 import torch
 
@@ -65,6 +70,16 @@ def all_outside(pipe):
     return [f"{name}.{key}" for name, model in models(pipe).items() for key in outside(model)]
 
 
+def nbytes(pipe, names=None):
+    """Return the size of parameters in bytes: of those with the names of `all_outside`, or all."""
+    return sum(
+        each.nbytes
+        for name, model in models(pipe).items()
+        for key, each in model.named_parameters()
+        if names is None or f"{name}.{key}" in names
+    )
+
+
 def from_device():
     """Return how many bytes were copied from the device."""
     return stand_in.counts().from_device
@@ -76,10 +91,84 @@ def unlink_all():
         shm_unlink(name)
 
 
-def run_unet(unet):
-    """Run a UNet on the device, with noise."""
-    config = unet.config
-    with torch.no_grad():
-        noise = torch.randn(1, config.in_channels, 8, 8, dtype=unet.dtype).to(DEVICE)
-        states = torch.randn(1, 7, config.cross_attention_dim, dtype=unet.dtype).to(DEVICE)
-        return unet(noise, torch.tensor([1]).to(DEVICE), states).sample.cpu()
+def remove_hooks(pipe):
+    """Take accelerate's hooks away, and have their weights back in the modules."""
+    from accelerate.hooks import remove_hook_from_module
+
+    for model in models(pipe).values():
+        remove_hook_from_module(model, recurse=True)
+
+
+def generate(pipe):
+    """Make a small picture."""
+    pipe("a lighthouse", num_inference_steps=1, height=64, width=64, output_type="np")
+
+
+# The libraries' calls -----------------------------------------------------------------------------
+
+
+def _visit(pipe):
+    pipe.to(DEVICE)
+    generate(pipe)
+    pipe.to("cpu")
+
+
+def _visit_by_modules(pipe):
+    for model in models(pipe).values():
+        model.to(DEVICE)
+    generate(pipe)
+    for model in models(pipe).values():
+        model.cpu()
+
+
+def _offload_in_groups(pipe, **kwargs):
+    pipe.enable_group_offload(onload_device=DEVICE, **kwargs)
+
+
+def _offload_to_disk(pipe):
+    pipe.folder = tempfile.TemporaryDirectory()
+    _offload_in_groups(pipe, **_BLOCKS, offload_to_disk_path=pipe.folder.name)
+
+
+def _offload_by_manager(pipe):
+    from diffusers import ComponentsManager
+
+    pipe.manager = ComponentsManager()
+    for name, model in models(pipe).items():
+        pipe.manager.add(name, model)
+    # No room beside one model.
+    pipe.manager.enable_auto_cpu_offload(device=DEVICE, memory_reserve_margin="16GB")
+
+
+def _offload_by_accelerate(pipe):
+    from accelerate import cpu_offload
+
+    for model in models(pipe).values():
+        cpu_offload(model, DEVICE)
+
+
+def _nothing(pipe):
+    pass
+
+
+_BLOCKS = {"offload_type": "block_level", "num_blocks_per_group": 1}
+_LEAVES = {"offload_type": "leaf_level"}
+_STREAMS = {"use_stream": True}
+_LITTLE = _STREAMS | {"low_cpu_mem_usage": True}
+CALLS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "none": (_nothing, generate),
+    "to": (_nothing, _visit),
+    "modules": (_nothing, _visit_by_modules),
+    "model": (lambda pipe: pipe.enable_model_cpu_offload(device=DEVICE), generate),
+    "sequential": (lambda pipe: pipe.enable_sequential_cpu_offload(device=DEVICE), generate),
+    "accelerate": (_offload_by_accelerate, generate),
+    "manager": (_offload_by_manager, generate),
+    "blocks": (partial(_offload_in_groups, **_BLOCKS), generate),
+    "leaves": (partial(_offload_in_groups, **_LEAVES), generate),
+    "disk": (_offload_to_disk, generate),
+    "streams-blocks": (partial(_offload_in_groups, **_BLOCKS, **_STREAMS), generate),
+    "streams-leaves": (partial(_offload_in_groups, **_LEAVES, **_STREAMS), generate),
+    "streams-little-blocks": (partial(_offload_in_groups, **_BLOCKS, **_LITTLE), generate),
+    "streams-little-leaves": (partial(_offload_in_groups, **_LEAVES, **_LITTLE), generate),
+}
+"""What a program does with a pipeline: once, and for each picture."""

@@ -8,6 +8,7 @@
 It is built from `device.cpp` when it is first used, which takes a minute and a C++ compiler.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -87,6 +88,13 @@ def _extension() -> Any:
     return module
 
 
+class _Stream:
+    """One of a device that is ready at once."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 def _module() -> types.ModuleType:
     module = types.ModuleType(f"torch.{NAME}")
     values = {
@@ -96,6 +104,9 @@ def _module() -> types.ModuleType:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
+        "Stream": _Stream,
+        "stream": contextlib.nullcontext,
+        "current_stream": lambda device=None: _Stream(),
         "empty_cache": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,

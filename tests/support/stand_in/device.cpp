@@ -155,11 +155,22 @@ at::Scalar local_scalar(const at::Tensor& self) { return on_cpu(self).item(); }
 // As between the host and CUDA: a module's move keeps its Parameters and changes their data.
 bool has_compatible_type(const at::Tensor&, const at::Tensor&) { return true; }
 
+// A tensor of the device over the memory of a result, which no other tensor has.
 at::Tensor on_device(const at::Tensor& tensor) {
-  auto made = at::empty_strided(
-      tensor.sizes(), tensor.strides(), tensor.options().device(c10::DeviceType::PrivateUse1));
-  if (tensor.numel()) on_cpu(made).copy_(tensor);
-  return made;
+  auto* owner = new at::Tensor(tensor);
+  const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+  held += nbytes;
+  auto release = [owner, nbytes](void*) {
+    held -= nbytes;
+    delete owner;
+  };
+  const auto options = tensor.options().device(c10::Device(c10::DeviceType::PrivateUse1, 0));
+  return at::for_blob(tensor.data_ptr(), tensor.sizes())
+      .strides(tensor.strides())
+      .deleter(release)
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
 }
 
 // What only reads its arguments computes over the device's memory; the rest goes torch's way.
