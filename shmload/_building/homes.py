@@ -14,10 +14,10 @@ Guarantee: what comes back has the bytes that were on the device. They are compa
 does not matter what has changed a weight, nor whether torch has counted it.
 """
 
+import contextlib
+import copy
 import os
-import secrets
 import threading
-import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shmload._building.device_bytes import Digest, digests, is_equal
 from shmload._building.mapped import Spans, map_ranges, modules_of, plain_tensors
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
@@ -34,14 +35,6 @@ from shmload._segments.segment import Segment, attach
 from shmload._wording import logger_of
 
 logger = logger_of(__name__)
-
-Digest = tuple[int, ...]
-
-# Bytes that are compared at a time: the device must have six times as much to spare.
-_CHUNK_NBYTES = 1 << 20
-_LANE_NBYTES = 4
-# Two independent digests of 64 bits.
-_DIGESTS = 2
 
 
 class Home(NamedTuple):
@@ -91,19 +84,26 @@ class Homes:
         does not need.
         """
         if self._names:
-            apply = _apply_of(self)
             for module in modules_of(model):
-                module.__dict__["_apply"] = types.MethodType(apply, module)
+                own = vars(module)
+                parts = type(module), own["_parameters"], own["_buffers"], own["_modules"]
+                own["_apply"] = _Apply(self, module, parts)
 
-    def move(self, module: torch.nn.Module, recurse: bool, apply: Callable[[], object]) -> None:
-        """Call what moves a module's tensors, and have it copy none that can come home."""
+    @contextlib.contextmanager
+    def moving(self, module: torch.nn.Module, *, recurse: bool) -> Iterator[None]:
+        """Return a context in which a module moves, and copies nothing that can come home.
+
+        Args:
+            module: was watched.
+            recurse: whether the modules in it move too.
+        """
         if getattr(self._thread, "moves", False):  # a module of one that moves
-            apply()
+            yield
             return
         self._thread.moves = True
         try:
             with _Moves(self, module, recurse):
-                apply()
+                yield
         finally:
             self._thread.moves = False
 
@@ -130,9 +130,7 @@ class Homes:
             key, homes = id(tensor), self._homes
             homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
 
-    def take_home(
-        self, weights: Iterable[tuple[torch.Tensor, Home]]
-    ) -> dict[int, torch.Tensor]:
+    def take_home(self, weights: Iterable[tuple[torch.Tensor, Home]]) -> dict[int, torch.Tensor]:
         """Return what unchanged weights are on the host, by the id of what they are on a device.
 
         Args:
@@ -162,13 +160,16 @@ class Homes:
         begin = min(home.offset for home in homes) // PAGE_NBYTES * PAGE_NBYTES
         end = max(home.offset + home.nbytes for home in homes)
         try:
-            flat = map_ranges(fd, [(begin, end - begin)])
+            mapped = map_ranges(fd, [(begin, end - begin)])
         except OSError:  # this process has all the mappings that it may have
             return []
         finally:
             os.close(fd)
+        # Each with a storage of its own, as a copy would have.
         return [
-            flat[home.offset - begin :][: home.nbytes].view(home.dtype).view(home.shape)
+            torch.frombuffer(
+                mapped, dtype=home.dtype, count=home.shape.numel(), offset=home.offset - begin
+            ).view(home.shape)
             for home in homes
         ]
 
@@ -189,12 +190,17 @@ class Homes:
         self, weights: Sequence[tuple[torch.Tensor, Home]], stored: Sequence[torch.Tensor]
     ) -> Iterator[bool]:
         """Tell for each weight whether the device has the bytes of its segment."""
-        found = _digests([tensor for tensor, _ in weights])
+        found = digests([tensor for tensor, _ in weights])
         for (tensor, home), on_host, digest in zip(weights, stored, found, strict=True):
             # The digest of the segment's own bytes is that of a weight which had the same.
-            if home not in self._digests and _is_equal(tensor, on_host):
+            if home not in self._digests and is_equal(tensor, on_host):
                 self._digests[home] = digest
             yield self._digests.get(home) == digest
+
+
+_COPY = torch.ops.aten._to_copy.default
+# Their result is the same weight. A parameter is made of what `detach` returns.
+_SAME_VALUES = _COPY, torch.ops.aten.detach.default, torch.ops.aten.alias.default
 
 
 class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -221,11 +227,11 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if types:  # a tensor that is made of others: its class moves those, which come here too
             return NotImplemented
-        if func is not torch.ops.aten._to_copy.default:
+        if func not in _SAME_VALUES:
             return func(*args, **given)
         (tensor,) = args
         home = self._homes.find(tensor)
-        if home and not tensor.is_cpu and _is_plain_move_to_host(tensor, given):
+        if home and not tensor.is_cpu and func is _COPY and _is_plain_move_to_host(tensor, given):
             if self._found is None:  # the others that are on a device will follow
                 self._found = self._take_home()
             if (on_host := self._found.get(id(tensor))) is not None:
@@ -267,14 +273,40 @@ def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bo
     )
 
 
-def _apply_of(homes: Homes) -> Callable[..., torch.nn.Module]:
-    # Of this name, so that a pickle has the class's own in its place.
-    def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        of_class: Any = type(self)._apply
-        homes.move(self, recurse, lambda: of_class(self, fn, recurse))
-        return self
+class _Apply:
+    """A module's own `_apply`.
 
-    return _apply
+    It refers to the module weakly: one that refers to itself stays until a collection, and its
+    segments with it.
+    """
+
+    __slots__ = "_homes", "_module", "_parts"
+
+    def __init__(self, homes: Homes, module: torch.nn.Module, parts: tuple[Any, ...]) -> None:
+        self._homes = homes
+        self._module = weakref.ref(module)
+        # A shallow copy has the same ones, and may outlive the module.
+        self._parts = parts
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        module = self._module() or self._make_module()
+        of_class: Any = type(module)._apply
+        with self._homes.moving(module, recurse=recurse):
+            return of_class(module, fn, recurse)
+
+    def _make_module(self) -> torch.nn.Module:
+        cls, parameters, buffers, modules = self._parts
+        module: torch.nn.Module = cls.__new__(cls)
+        vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Apply":
+        module = memo.get(id(self._module()))
+        parts = copy.deepcopy(self._parts, memo)
+        return self if module is None else _Apply(self._homes, module, parts)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "_apply")  # the class's, where it is unpickled
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -285,68 +317,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.numel() > 0
         and tensor.is_contiguous()
     )
-
-
-# Bytes --------------------------------------------------------------------------------------------
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _is_equal(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
-    mine, wanted = _bytes_of(tensor), _bytes_of(stored)
-    steps = range(0, mine.numel(), _CHUNK_NBYTES)
-    parts = [slice(at, at + _CHUNK_NBYTES) for at in steps]
-    return bool(torch.stack([(mine[at] == wanted[at].to(mine.device)).all() for at in parts]).all())
-
-
-def _digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """Return digests of the tensors' bytes, which are computed where the tensors are.
-
-    Each 32 bits are multiplied by a random number of 64 bits that this process alone knows, and
-    the products are added (multilinear hashing: Lemire and Kaser, 2014). Other bytes have the same
-    digests once in 2**64.
-    """
-    made = [_digest(tensor) for tensor in tensors]
-    # One wait for all.
-    return [tuple(each) for each in torch.stack(made).cpu().tolist()] if made else []
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    flat = _bytes_of(tensor)
-    count = flat.numel() // _LANE_NBYTES
-    factors = _factors(tensor.device)
-    head, tail = flat[: count * _LANE_NBYTES], flat[count * _LANE_NBYTES :]
-    lanes = (head if _is_aligned(flat) else head.clone()).view(torch.int32)
-    places = 256 ** torch.arange(tail.numel(), device=flat.device)
-    total = (tail * places).sum() * factors[:, 0]
-    step = _CHUNK_NBYTES // _LANE_NBYTES
-    for at in range(0, count, step):
-        part = lanes[at : at + step]
-        # Chunks in another order have another digest.
-        total = total * _ODD + (part * factors[:, 1 : part.numel() + 1]).sum(1)
-    return total
-
-
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-def _is_aligned(flat: torch.Tensor) -> bool:
-    return flat.storage_offset() % _LANE_NBYTES == 0
-
-
-_seed = secrets.randbits(62)
-_factors_by_device: dict[torch.device, torch.Tensor] = {}
-
-
-def _factors(device: torch.device) -> torch.Tensor:
-    """Return random numbers, for the last bytes and for each lane of a chunk."""
-    found = _factors_by_device.get(device)
-    if found is None:
-        generator = torch.Generator().manual_seed(_seed)
-        shape = (_DIGESTS, _CHUNK_NBYTES // _LANE_NBYTES + 1)
-        bounds = -(1 << 63), (1 << 63) - 1
-        found = torch.randint(*bounds, shape, dtype=torch.int64, generator=generator).to(device)
-        _factors_by_device[device] = found
-    return found

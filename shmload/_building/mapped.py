@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.source import Source
 from shmload._host import procfs
@@ -143,7 +145,7 @@ def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":
         yield from plain_tensors(getattr(tensor, name))
 
 
-def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> "torch.Tensor":
+def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
     """Map ranges of a file one after the other, copy-on-write.
 
     Args:
@@ -152,18 +154,15 @@ def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> "torch.Tensor":
             whole pages.
 
     Returns:
-        The bytes. The mapping goes with their storage, and keeps no descriptor.
+        The bytes. The mapping goes with it and with the tensors over it, and keeps no descriptor.
     """
-    import torch
-
     # The file is mapped over this memory.
     owner = mmap.mmap(-1, sum(nbytes for _, nbytes in ranges), flags=mmap.MAP_PRIVATE)
-    joined = torch.frombuffer(owner, dtype=torch.uint8)
-    begin = joined.data_ptr()
+    begin = np.frombuffer(owner, np.uint8).ctypes.data
     for offset, nbytes in ranges:
         map_at(begin, begin + nbytes, fd, offset)
         begin += nbytes
-    return joined
+    return owner
 
 
 class _Counted:

@@ -161,7 +161,8 @@ class Joins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dim != 0 or len(kinds) != 1 or offsets is None:
             return None
         rows = sum(each.shape[0] for each in tensors)
-        flat = map_ranges(self._fd, [(offset, each.nbytes) for offset, each in offsets])
+        mapped = map_ranges(self._fd, [(offset, each.nbytes) for offset, each in offsets])
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
         return flat.view(tensors[0].dtype).view(rows, *tensors[0].shape[1:])
 
     def _offsets(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]] | None:

@@ -24,7 +24,8 @@ DTYPES = {
     * 2,
     "dict-without-default": ({"vae": torch.bfloat16, "text_encoder": torch.float16},) * 2,
 }
-_MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
+# With what shmload gives a module of a resident model: see `Homes`.
+_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) | {"_apply"}
 
 
 def reference(source, torch_dtype=None, **kwargs):

@@ -13,6 +13,7 @@ import stand_in
 import torch
 
 import shmload
+from shmload._building.mapped import plain_tensors
 from shmload._host.shm import shm_unlink
 from shmload._segments.names import segment_names
 
@@ -61,7 +62,8 @@ def outside(model):
     return [
         name
         for name, each in model.named_parameters()
-        if each.is_cpu and not any(a <= each.data_ptr() < b for a, b in spans)
+        if each.is_cpu
+        and not all(any(a <= part.data_ptr() < b for a, b in spans) for part in plain_tensors(each))
     ]
 
 

@@ -1,15 +1,10 @@
 """Weights that were on a device and were not changed there lie in their segment again."""
 
-from pathlib import Path
-
 import pytest
 import stand_in
 
-from shmload._host.shm import shm_unlink
-
 pytestmark = pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none())
 
-SUPPORT = Path(stand_in.__file__).parents[1]
 # As in `offloading.CALLS`, which a process of its own imports.
 CALLS = "to", "modules", "model", "sequential", "accelerate", "manager", "blocks", "leaves"
 GROUPS = "blocks", "leaves"
@@ -32,33 +27,17 @@ import diffusers
 other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
 other.to(o.DEVICE); other.to('cpu')
 """,
-} | {call: f"begin, run = o.CALLS['{call}']; begin(pipe) if not turn else None; run(pipe)" for call in CALLS}
-PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)  # or forks would wait for threads that they do not have
-sys.path.append(sys.argv[2])
-import offloading as o
-pipe = o.load(sys.argv[1])
-wanted = o.values(pipe)
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built():
-    stand_in.build()
+} | {
+    call: f"begin, run = o.CALLS['{call}']; begin(pipe) if not turn else None; run(pipe)"
+    for call in CALLS
+}
+BEGIN = "pipe = o.load(sys.argv[1])\nwanted = o.values(pipe)\n"
 
 
 @pytest.fixture
-def program(child, saved, shm_names):
+def program(offloading, saved):
     """Run a program over a pipeline; it has `pipe`, `wanted` and the module `o`."""
-
-    def run(code, family="stable-diffusion"):
-        started = child(f"{PROGRAM}{code}\nprint('END', flush=True)", saved(family), SUPPORT)
-        started.expect("END")
-
-    yield run
-    for name in shm_names():
-        shm_unlink(name)
+    return lambda code: offloading(saved("stable-diffusion"), f"{BEGIN}{code}")
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -191,6 +170,31 @@ if {again}:
 pipe.unet.to("cpu")
 found = pipe.unet.state_dict()
 assert all(torch.equal(found[key], each) for (name, key), each in wanted.items() if name == "unet")
+""")
+
+
+def test_module_goes_with_its_last_user(program):
+    program("""
+import copy, gc, weakref
+gc.collect(); gc.disable()
+unet = o.load(sys.argv[1]).unet
+copied, gone = copy.copy(unet.conv_in), weakref.ref(unet)
+unet.to(o.DEVICE); unet.to("cpu")
+del unet
+assert gone() is None
+copied.to(o.DEVICE)
+assert copied.weight.device.type == "standin"
+copied.to("cpu")
+assert torch.equal(copied.weight, wanted["unet", "conv_in.weight"])
+assert not o.outside(copied)
+""")
+
+
+def test_pipeline_can_be_saved_afterwards(program, tmp_path):
+    program(f"""
+pipe.to(o.DEVICE); pipe.to("cpu")
+pipe.save_pretrained("{tmp_path}")
+o.require_equal(o.load("{tmp_path}"), wanted)
 """)
 
 

@@ -173,14 +173,26 @@ at::Tensor on_device(const at::Tensor& tensor) {
       .make_tensor();
 }
 
-// What only reads its arguments computes over the device's memory; the rest goes torch's way.
+// What returns tensors, new ones or an `out` that it fills, computes over the device's memory;
+// the rest goes torch's way.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool before = computes;
   computes = true;
   const auto& schema = op.schema();
   bool copies = false;
-  for (const auto& each : schema.arguments()) copies |= each.alias_info() != nullptr;
-  for (const auto& each : schema.returns()) copies |= each.type()->kind() != c10::TypeKind::TensorType;
+  std::vector<int> written;  // by return: the argument that it is, or -1
+  for (const auto& each : schema.returns()) {
+    copies |= each.type()->kind() != c10::TypeKind::TensorType;
+    written.push_back(each.alias_info() ? -2 : -1);
+    for (size_t at = 0; each.alias_info() && at < schema.arguments().size(); ++at) {
+      const auto* of = schema.arguments()[at].alias_info();
+      const auto& argument = torch::jit::peek(*stack, at, schema.arguments().size());
+      const bool has_size = argument.isTensor() && argument.toTensor().numel() > 0;
+      if (schema.arguments()[at].is_out() && has_size && *of == *each.alias_info())
+        written.back() = static_cast<int>(at);
+    }
+    copies |= written.back() == -2;  // a view, or what changes a tensor otherwise
+  }
   if (copies) {
     at::native::cpu_fallback(op, stack);
     computes = before;
@@ -189,6 +201,7 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto place = [](const at::Tensor& each) { return each.defined() ? on_cpu(each) : each; };
   auto arguments = torch::jit::last(stack, schema.arguments().size());
   std::vector<c10::IValue> given(arguments.begin(), arguments.end());
+  const std::vector<c10::IValue> original = given;
   for (auto& each : given) {
     if (each.isTensor()) {
       each = place(each.toTensor());
@@ -208,8 +221,12 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(stack, schema.arguments().size());
   for (auto& each : given) stack->push_back(std::move(each));
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  for (auto& each : torch::jit::last(stack, schema.returns().size()))
-    const_cast<c10::IValue&>(each) = on_device(each.toTensor());
+  size_t at = 0;
+  for (auto& each : torch::jit::last(stack, schema.returns().size())) {
+    const int argument = written[at++];
+    const_cast<c10::IValue&>(each) =
+        argument < 0 ? c10::IValue(on_device(each.toTensor())) : original[argument];
+  }
   computes = before;
 }
 
