@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.source import Source
 from shmload._host import procfs
@@ -156,6 +154,8 @@ def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
     Returns:
         The bytes. The mapping goes with it and with the tensors over it, and keeps no descriptor.
     """
+    import numpy as np  # not at the top, as torch
+
     # The file is mapped over this memory.
     owner = mmap.mmap(-1, sum(nbytes for _, nbytes in ranges), flags=mmap.MAP_PRIVATE)
     begin = np.frombuffer(owner, np.uint8).ctypes.data
