@@ -10,6 +10,7 @@ import functools
 import importlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,14 @@ def takes_data_of(tensor: "torch.Tensor", other: "torch.Tensor") -> bool:
     import torch
 
     return bool(torch._has_compatible_shallow_copy_type(tensor, other))
+
+
+def as_plain_tensors() -> AbstractContextManager[None]:
+    """Return a context in which a parameter of a library's class computes as a plain tensor."""
+    import torch
+
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def has_cuda_context(index: int) -> bool:

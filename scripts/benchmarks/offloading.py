@@ -26,7 +26,6 @@ CALLS = {
     "manager": "ComponentsManager.enable_auto_cpu_offload",
     "blocks": "enable_group_offload, block_level",
     "leaves": "enable_group_offload, leaf_level",
-    "disk": "enable_group_offload, block_level, offload_to_disk_path",
     "streams-blocks": "enable_group_offload, block_level, use_stream",
     "streams-leaves": "enable_group_offload, leaf_level, use_stream",
     "streams-little-blocks": "the same, block_level, with low_cpu_mem_usage",

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmload._building.device_bytes import Digest, digests, is_equal
 from shmload._building.mapped import Spans, map_ranges, modules_of, plain_tensors
+from shmload._compat import as_plain_tensors
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.lease import Lease
@@ -198,9 +199,9 @@ class Homes:
             yield self._digests.get(home) == digest
 
 
-_COPY = torch.ops.aten._to_copy.default
+_COPY = "aten::_to_copy"
 # Their result is the same weight. A parameter is made of what `detach` returns.
-_SAME_VALUES = _COPY, torch.ops.aten.detach.default, torch.ops.aten.alias.default
+_SAME_VALUES = _COPY, "aten::detach", "aten::alias"
 
 
 class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -227,11 +228,16 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if types:  # a tensor that is made of others: its class moves those, which come here too
             return NotImplemented
-        if func not in _SAME_VALUES:
+        if func.name() not in _SAME_VALUES:
             return func(*args, **given)
         (tensor,) = args
         home = self._homes.find(tensor)
-        if home and not tensor.is_cpu and func is _COPY and _is_plain_move_to_host(tensor, given):
+        if (
+            home
+            and not tensor.is_cpu
+            and func.name() == _COPY
+            and _is_plain_move_to_host(tensor, given)
+        ):
             if self._found is None:  # the others that are on a device will follow
                 self._found = self._take_home()
             if (on_host := self._found.get(id(tensor))) is not None:
@@ -249,7 +255,7 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _take_home(self) -> dict[int, torch.Tensor]:
         # The libraries' quantised parameters would make such parameters of all that is computed.
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             weights = {
                 id(tensor): (tensor, home)
                 for tensor in self._tensors()

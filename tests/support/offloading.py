@@ -4,7 +4,6 @@ import offloading as o        # in a program of its own: it changes torch
 pipe = o.load(source)
 """
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -127,19 +126,16 @@ def _offload_in_groups(pipe, **kwargs):
     pipe.enable_group_offload(onload_device=DEVICE, **kwargs)
 
 
-def _offload_to_disk(pipe):
-    pipe.folder = tempfile.TemporaryDirectory()
-    _offload_in_groups(pipe, **_BLOCKS, offload_to_disk_path=pipe.folder.name)
-
-
 def _offload_by_manager(pipe):
     from diffusers import ComponentsManager
 
     pipe.manager = ComponentsManager()
     for name, model in models(pipe).items():
         pipe.manager.add(name, model)
-    # No room beside one model.
-    pipe.manager.enable_auto_cpu_offload(device=DEVICE, memory_reserve_margin="16GB")
+    # Room for one model.
+    largest = max(model.get_memory_footprint() for model in models(pipe).values())
+    margin = int(stand_in.HELD_AT_MOST - 1.1 * largest)
+    pipe.manager.enable_auto_cpu_offload(device=DEVICE, memory_reserve_margin=margin)
 
 
 def _offload_by_accelerate(pipe):
@@ -167,7 +163,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "manager": (_offload_by_manager, generate),
     "blocks": (partial(_offload_in_groups, **_BLOCKS), generate),
     "leaves": (partial(_offload_in_groups, **_LEAVES), generate),
-    "disk": (_offload_to_disk, generate),
     "streams-blocks": (partial(_offload_in_groups, **_BLOCKS, **_STREAMS), generate),
     "streams-leaves": (partial(_offload_in_groups, **_LEAVES, **_STREAMS), generate),
     "streams-little-blocks": (partial(_offload_in_groups, **_BLOCKS, **_LITTLE), generate),

@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 NAME = "standin"
+HELD_AT_MOST = 16 << 30
+"""What it says of its size, in bytes."""
+
 _SOURCE = Path(__file__).with_name("device.cpp")
 
 
@@ -111,7 +114,7 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "mem_get_info": lambda device=None: (16 << 30, 16 << 30),
+        "mem_get_info": lambda device=None: (HELD_AT_MOST - counts().held, HELD_AT_MOST),
     }
     vars(module).update(values)
     return module
