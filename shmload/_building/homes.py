@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.__future__ import get_swap_module_params_on_conversion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmload._building.device_bytes import Digest, digests, is_equal
+from shmload._building.device_bytes import Digest, digests_of
 from shmload._building.mapped import Spans, map_ranges, modules_of, plain_tensors
 from shmload._compat import as_plain_tensors
 from shmload._host.descriptors import Inode
@@ -34,8 +35,13 @@ from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment, attach
 from shmload._wording import logger_of
+from shmload.errors import ShmloadError
 
 logger = logger_of(__name__)
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By the id of a weight on a device: itself, which keeps the id, and what it is on the host."""
 
 
 class Home(NamedTuple):
@@ -87,23 +93,26 @@ class Homes:
         if self._names:
             for module in modules_of(model):
                 own = vars(module)
-                parts = type(module), own["_parameters"], own["_buffers"], own["_modules"]
-                own["_apply"] = _Apply(self, module, parts)
+                if "_apply" not in own:  # else it came from an earlier load
+                    parts = type(module), own["_parameters"], own["_buffers"], own["_modules"]
+                    own["_apply"] = _Apply(self, module, parts)
 
     @contextlib.contextmanager
-    def moving(self, module: torch.nn.Module, *, recurse: bool) -> Iterator[None]:
+    def moving(self, module: torch.nn.Module, fn: Fn, *, recurse: bool) -> Iterator[None]:
         """Return a context in which a module moves, and copies nothing that can come home.
 
         Args:
             module: was watched.
+            fn: what is applied to its tensors.
             recurse: whether the modules in it move too.
         """
-        if getattr(self._thread, "moves", False):  # a module of one that moves
+        # The second refuses tensors with weak references, which `note` takes.
+        if getattr(self._thread, "moves", False) or get_swap_module_params_on_conversion():
             yield
             return
         self._thread.moves = True
         try:
-            with _Moves(self, module, recurse):
+            with _Moves(self, module, fn, recurse=recurse):
                 yield
         finally:
             self._thread.moves = False
@@ -120,7 +129,11 @@ class Homes:
         if known is not None and home is not None and known() is tensor:
             return home if home.is_of(tensor) else None
         mapping = self._spans.find_address(tensor.data_ptr()) if tensor.is_cpu else None
-        if mapping is None or mapping.inode not in self._names:
+        if (
+            mapping is None
+            or mapping.inode not in self._names
+            or tensor.data_ptr() + tensor.nbytes > mapping.end
+        ):
             return None
         offset = mapping.offset + tensor.data_ptr() - mapping.start
         return Home(mapping.inode, offset, tensor.dtype, tensor.shape)
@@ -131,41 +144,49 @@ class Homes:
             key, homes = id(tensor), self._homes
             homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
 
-    def take_home(self, weights: Iterable[tuple[torch.Tensor, Home]]) -> dict[int, torch.Tensor]:
-        """Return what unchanged weights are on the host, by the id of what they are on a device.
+    def take_home(self, weights: Iterable[tuple[torch.Tensor, Home]]) -> Found:
+        """Return what unchanged weights are on the host.
 
         Args:
             weights: on devices.
         """
-        by_segment: defaultdict[Inode, list[tuple[torch.Tensor, Home]]] = defaultdict(list)
+        groups: defaultdict[Any, list[tuple[torch.Tensor, Home]]] = defaultdict(list)
         for tensor, home in weights:
-            by_segment[home.inode].append((tensor, home))
+            groups[home.inode, tensor.device].append((tensor, home))
         found = {}
-        for inode, there in by_segment.items():
-            stored = self._map(inode, [home for _, home in there])
-            same = self._are_same(there, stored) if stored else []
-            for (tensor, home), on_host, is_same in zip(there, stored, same, strict=False):
-                if is_same:
-                    self.note(on_host, home)
-                    found[id(tensor)] = on_host
+        for (inode, _), group in groups.items():
+            on_host = self._map(inode, [home for _, home in group])
+            if on_host:
+                digests = digests_of([tensor for tensor, _ in group])
+                for (tensor, home), mapped, digest in zip(group, on_host, digests, strict=True):
+                    if self._digest_of(home, mapped, tensor.device) == digest:
+                        self.note(mapped, home)
+                        found[id(tensor)] = tensor, mapped
         return found
+
+    def _digest_of(self, home: Home, mapped: torch.Tensor, device: torch.device) -> Digest:
+        """Return the digest of a segment's own bytes, which go to a device for it once."""
+        if home not in self._digests:
+            self._digests[home] = digests_of([mapped], device)[0]
+        return self._digests[home]
 
     def _map(self, inode: Inode, homes: Sequence[Home]) -> list[torch.Tensor]:
         """Map the part of a segment that has some weights anew; none if the segment is gone.
 
         Each time anew: what the program still has of an earlier mapping stays apart.
         """
-        fd = self._open(inode)
-        if fd is None:
+        lease = self._lease(inode)
+        fd = None if lease is None else lease.open_again()
+        if lease is None or fd is None:
             return []
         begin = min(home.offset for home in homes) // PAGE_NBYTES * PAGE_NBYTES
         end = max(home.offset + home.nbytes for home in homes)
         try:
             mapped = map_ranges(fd, [(begin, end - begin)])
-        except OSError:  # this process has all the mappings that it may have
-            return []
         finally:
             os.close(fd)
+        # The lease lasts as long as the mapping, which may outlast the modules.
+        weakref.finalize(mapped, _drop, lease).atexit = False
         # Each with a storage of its own, as a copy would have.
         return [
             torch.frombuffer(
@@ -174,8 +195,8 @@ class Homes:
             for home in homes
         ]
 
-    def _open(self, inode: Inode) -> int | None:
-        """Open a segment, and keep a lease on it; None if it is gone."""
+    def _lease(self, inode: Inode) -> Lease | None:
+        """Return a lease on a segment, which is kept; None if the segment is gone."""
         lease = self._leases.get(inode)
         if lease is None:
             segment = attach(self._names[inode])
@@ -185,18 +206,7 @@ class Homes:
                 if segment.inode != inode:  # removed, and decoded again
                     return None
                 lease = self._leases[inode] = Lease(segment)
-        return lease.open_again()
-
-    def _are_same(
-        self, weights: Sequence[tuple[torch.Tensor, Home]], stored: Sequence[torch.Tensor]
-    ) -> Iterator[bool]:
-        """Tell for each weight whether the device has the bytes of its segment."""
-        found = digests([tensor for tensor, _ in weights])
-        for (tensor, home), on_host, digest in zip(weights, stored, found, strict=True):
-            # The digest of the segment's own bytes is that of a weight which had the same.
-            if home not in self._digests and is_equal(tensor, on_host):
-                self._digests[home] = digest
-            yield self._digests.get(home) == digest
+        return lease
 
 
 _COPY = "aten::_to_copy"
@@ -207,16 +217,21 @@ _SAME_VALUES = _COPY, "aten::detach", "aten::alias"
 class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which copies of a module's weights to the host map them instead."""
 
-    def __init__(self, homes: Homes, module: torch.nn.Module, recurse: bool) -> None:
+    def __init__(self, homes: Homes, module: torch.nn.Module, fn: Fn, *, recurse: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._homes = homes
         self._module = module
         self._recurse = recurse
-        self._found: dict[int, torch.Tensor] | None = None
+        # torch's own functions move each weight once, and change none before. Of others, each
+        # weight is compared when it is copied.
+        self._moves_all = getattr(fn, "__module__", "") == torch.nn.Module.__module__
+        self._is_ahead = False
+        self._found: Found = {}
         # The libraries also move a weight to a device by its `data`, unseen.
-        for tensor in self._tensors():
-            if tensor.is_cpu and (home := homes.find(tensor)):
-                homes.note(tensor, home)
+        with as_plain_tensors():
+            for tensor in self._tensors():
+                if tensor.is_cpu and (home := homes.find(tensor)):
+                    homes.note(tensor, home)
 
     def __torch_dispatch__(
         self,
@@ -238,9 +253,10 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and func.name() == _COPY
             and _is_plain_move_to_host(tensor, given)
         ):
-            if self._found is None:  # the others that are on a device will follow
-                self._found = self._take_home()
-            if (on_host := self._found.get(id(tensor))) is not None:
+            if id(tensor) not in self._found:
+                self._found = self._take_home(tensor, home)
+            _, on_host = self._found.pop(id(tensor), (tensor, None))
+            if on_host is not None:
                 return on_host
         moved = func(*args, **given)
         if home:
@@ -253,19 +269,28 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if tensor is not None:
                     yield from plain_tensors(tensor)
 
-    def _take_home(self) -> dict[int, torch.Tensor]:
+    def _take_home(self, tensor: torch.Tensor, home: Home) -> Found:
+        """Compare a weight, and those that are copied after it."""
         # The libraries' quantised parameters would make such parameters of all that is computed.
         with as_plain_tensors():
-            weights = {
-                id(tensor): (tensor, home)
-                for tensor in self._tensors()
-                if not tensor.is_cpu and (home := self._homes.find(tensor))
-            }
+            weights = {id(tensor): (tensor, home)}
+            if self._moves_all and not self._is_ahead:
+                self._is_ahead = True
+                weights |= {
+                    id(each): (each, its)
+                    for each in self._tensors()
+                    if not each.is_cpu and (its := self._homes.find(each))
+                }
             try:
                 return self._homes.take_home(weights.values())
-            except RuntimeError as exc:  # a device that is full, or cannot compute with integers
+            # A device that is full, or cannot compute with integers; too many open files.
+            except (OSError, RuntimeError, ShmloadError) as exc:
                 logger.debug("weights are copied to the host: %s", exc)
                 return {}
+
+
+def _drop(lease: Lease) -> None:
+    """End with a reference to a lease; another may last."""
 
 
 def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bool:
@@ -294,25 +319,26 @@ class _Apply:
         # A shallow copy has the same ones, and may outlive the module.
         self._parts = parts
 
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        module = self._module() or self._make_module()
+    def __call__(self, fn: Fn, recurse: bool = True) -> Any:
+        module = self._module() or self._make_module(*self._parts)
         of_class: Any = type(module)._apply
-        with self._homes.moving(module, recurse=recurse):
+        with self._homes.moving(module, fn, recurse=recurse):
             return of_class(module, fn, recurse)
 
-    def _make_module(self) -> torch.nn.Module:
-        cls, parameters, buffers, modules = self._parts
+    @staticmethod
+    def _make_module(cls: Any, parameters: Any, buffers: Any, modules: Any) -> torch.nn.Module:
         module: torch.nn.Module = cls.__new__(cls)
         vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Apply":
-        module = memo.get(id(self._module()))
         parts = copy.deepcopy(self._parts, memo)
-        return self if module is None else _Apply(self._homes, module, parts)
+        module = memo.get(id(self._module())) or self._make_module(*parts)
+        return _Apply(self._homes, module, parts)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_apply")  # the class's, where it is unpickled
+        module = self._module() or self._make_module(*self._parts)
+        return getattr, (module, "_apply")  # the class's, where it is unpickled
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

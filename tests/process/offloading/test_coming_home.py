@@ -57,6 +57,56 @@ o.require_equal(pipe, wanted)
 """)
 
 
+def test_function_that_changes_what_it_moves(program):
+    program("""
+def double(tensor):
+    return tensor.mul_(2).cpu()
+def detach(tensor):
+    return tensor.detach().cpu()
+for _ in range(2):
+    pipe.unet.to(o.DEVICE)._apply(detach)
+    assert not o.outside(pipe.unet)
+o.require_equal(pipe, wanted)
+pipe.unet.to(o.DEVICE)
+with torch.no_grad():
+    pipe.unet._apply(double)
+found = pipe.unet.state_dict()
+assert all(torch.equal(found[key], each * 2) for (name, key), each in wanted.items()
+           if name == "unet")
+""")
+
+
+def test_model_that_another_load_is_given(program):
+    program("""
+other = o.load(sys.argv[1], vae=pipe.vae)
+other.to(o.DEVICE); other.to("cpu")
+assert not o.all_outside(other)
+o.require_equal(other, wanted)
+""")
+
+
+def test_no_descriptor_is_left_for_a_move(program):
+    program("""
+import os, resource
+pipe.unet.to(o.DEVICE)
+least = len(os.listdir("/proc/self/fd")) - 1
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+pipe.unet.to("cpu")
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+o.require_equal(pipe, wanted)
+""")
+
+
+def test_copy_of_a_shallow_copy_moves_itself(program):
+    program("""
+import copy
+copied = copy.deepcopy(copy.copy(pipe.unet.conv_in))
+copied.to(o.DEVICE)
+assert copied.weight.device.type == "standin" and pipe.unet.conv_in.weight.is_cpu
+""")
+
+
 CHANGES = {
     "in place": "weight.add_(1)",
     "one element": "weight.view(-1)[-1] += 1",
