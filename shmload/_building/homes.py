@@ -320,10 +320,14 @@ class _Apply:
         self._parts = parts
 
     def __call__(self, fn: Fn, recurse: bool = True) -> Any:
-        module = self._module() or self._make_module(*self._parts)
+        module = self._own_module()
         of_class: Any = type(module)._apply
         with self._homes.moving(module, fn, recurse=recurse):
             return of_class(module, fn, recurse)
+
+    def _own_module(self) -> torch.nn.Module:
+        module = self._module()
+        return self._make_module(*self._parts) if module is None else module
 
     @staticmethod
     def _make_module(cls: Any, parameters: Any, buffers: Any, modules: Any) -> torch.nn.Module:
@@ -333,11 +337,11 @@ class _Apply:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Apply":
         parts = copy.deepcopy(self._parts, memo)
-        module = memo.get(id(self._module())) or self._make_module(*parts)
-        return _Apply(self._homes, module, parts)
+        module = memo.get(id(self._module()))
+        return _Apply(self._homes, self._make_module(*parts) if module is None else module, parts)
 
     def __reduce__(self) -> Any:
-        module = self._module() or self._make_module(*self._parts)
+        module = self._own_module()
         return getattr, (module, "_apply")  # the class's, where it is unpickled
 
 
