@@ -8,6 +8,8 @@ import warnings
 
 import torch
 
+from shmload._building.homes import Homes
+
 _LIBRARIES = ("diffusers", "transformers", "huggingface_hub", "accelerate")
 
 
@@ -56,11 +58,12 @@ class Messages(logging.Handler):
 # Mentions of a view -------------------------------------------------------------------------------
 
 
-_SKIPPED = (type, types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+# Homes name segments, which begin as views do.
+_SKIPPED = (type, types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, Homes)
 
 
 def strings_reachable_from(root):
-    """Yield strings of all objects that the collector reaches, except classes, modules, frames."""
+    """Yield strings of all objects that the collector reaches, except classes, modules, frames, homes."""
     seen, waiting, found = set(), [root], set()
     while waiting:
         item = waiting.pop()
