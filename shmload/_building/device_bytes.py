@@ -3,6 +3,7 @@
 A weight on a device is that of a segment if both have one digest; neither is copied to the host.
 """
 
+import functools
 import secrets
 from collections.abc import Sequence
 
@@ -43,13 +44,13 @@ def _digest(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         head = head.clone()
     lanes = head.view(torch.int32)
     random = _random(device)
-    places = 256 ** torch.arange(tail.numel(), device=device)
-    total = (tail * places).sum() * random[:, 0]
     step = _CHUNK_NBYTES // _LANE_NBYTES
-    for at in range(0, count, step):
-        part = lanes[at : at + step].to(device)
-        total = total * random[:, 1] + (part * random[:, 2 : part.numel() + 2]).sum(1)
-    return total
+    parts = (lanes[at : at + step].to(device) for at in range(0, count, step))
+    sums = [(part * random[:, 2 : part.numel() + 2]).sum(1) for part in parts]
+    if tail.numel():
+        places = 256 ** torch.arange(tail.numel(), device=device)
+        sums.append((tail * places).sum() * random[:, 0])
+    return functools.reduce(lambda total, each: total * random[:, 1] + each, sums)
 
 
 def _random(device: torch.device) -> torch.Tensor:

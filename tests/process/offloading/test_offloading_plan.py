@@ -1,0 +1,46 @@
+"""A plan says what the libraries' offloading calls keep on a device."""
+
+import pytest
+import stand_in
+
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none()),
+]
+
+# The calls by their place in the plan.
+CALLS = {"model": 0, "blocks": 2, "leaves": 3, "sequential": 4}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_on_the_device_are_what_the_plan_says(offloading, saved, call):
+    source = saved("stable-diffusion")
+    offloading(
+        source,
+        f"""
+import shmload
+most = 0
+def sampled(forward):
+    def run(*args, **kwargs):
+        global most
+        here = {{
+            id(each): each.nbytes
+            for model in o.models(pipe).values()
+            for each in model.parameters()
+            if each.device.type == "standin"
+        }}
+        most = max(most, sum(here.values()))
+        return forward(*args, **kwargs)
+    return run
+for layer in (torch.nn.Linear, torch.nn.Conv2d, torch.nn.LayerNorm, torch.nn.GroupNorm):
+    layer.forward = sampled(layer.forward)
+source = sys.argv[1]
+use = shmload.plan(source, inventory="1GiB").placement.offloading[{CALLS[call]}]
+pipe = o.load(source)
+begin, run = o.CALLS["{call}"]
+begin(pipe)
+run(pipe)
+print(use.nbytes, most, use.call, flush=True)
+assert 0.9 * use.nbytes <= most <= 1.1 * use.nbytes
+""",
+    )
