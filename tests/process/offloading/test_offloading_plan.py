@@ -14,6 +14,7 @@ CALLS = {"model": 0, "blocks": 2, "leaves": 3, "sequential": 4}
 
 @pytest.mark.parametrize("call", CALLS)
 def test_weights_on_the_device_are_what_the_plan_says(offloading, saved, call):
+    # Buffers are not sampled, and autoencoders name blocks of their own: it may be less.
     source = saved("stable-diffusion")
     offloading(
         source,
@@ -32,7 +33,7 @@ def sampled(forward):
         most = max(most, sum(here.values()))
         return forward(*args, **kwargs)
     return run
-for layer in (torch.nn.Linear, torch.nn.Conv2d, torch.nn.LayerNorm, torch.nn.GroupNorm):
+for layer in (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding):
     layer.forward = sampled(layer.forward)
 source = sys.argv[1]
 use = shmload.plan(source, inventory="1GiB").placement.offloading[{CALLS[call]}]
@@ -40,7 +41,6 @@ pipe = o.load(source)
 begin, run = o.CALLS["{call}"]
 begin(pipe)
 run(pipe)
-print(use.nbytes, most, use.call, flush=True)
-assert 0.9 * use.nbytes <= most <= 1.1 * use.nbytes
+assert 0.8 * use.nbytes <= most <= use.nbytes, (most, use)
 """,
     )
