@@ -63,7 +63,7 @@ _SKIPPED = (type, types.ModuleType, types.FrameType, types.CodeType, types.Trace
 
 
 def strings_reachable_from(root):
-    """Yield strings of all objects that the collector reaches, except classes, modules, frames, homes."""
+    """Yield strings of all objects that the collector reaches, but those of `_SKIPPED`."""
     seen, waiting, found = set(), [root], set()
     while waiting:
         item = waiting.pop()
