@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
+import stand_in
 
 import shmload
 
@@ -54,6 +56,7 @@ sees = dict(
     ),
     cwd=os.getcwd(), drawn=torch.rand(4).tolist(),
 )
+{after}
 with torch.no_grad():
     for model in models.values():
         next(model.parameters()).add_(1)  # private to this process
@@ -79,8 +82,8 @@ def program(running, source):
     running.shmload("template", "warm")
     path = running.work / "app.py"
 
-    def run(*options, before="", at=source):
-        path.write_text(_PROGRAM.format(before=before, source=str(at)))
+    def run(*options, before="", after="", at=source):
+        path.write_text(_PROGRAM.format(before=before, after=after, source=str(at)))
         done = running.shmload("run", "-v", *options, str(path))
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}
@@ -136,6 +139,23 @@ def test_prepared_pipeline_is_the_one_that_the_program_would_load(program):
     for what, seen in own["sees"].items():
         assert prepared["sees"][what] == seen, what
     assert "Loading pipeline components" in prepared["stderr"]
+
+
+@pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none())
+def test_weights_of_a_prepared_pipeline_come_home(program):
+    support = Path(stand_in.__file__).parents[1]
+    stand_in.build()
+    after = f"""
+sys.path.append({str(support)!r})
+import offloading as o
+begin, generate = o.CALLS["model"]
+begin(pipe)
+for _ in range(3):
+    generate(pipe)
+sees["outside"] = o.all_outside(pipe)
+"""
+    found = run_until(lambda found: found["prepared"], program, after=after)
+    assert found["sees"]["outside"] == []
 
 
 def test_second_run_has_it_loaded_ahead(running, program, source):
