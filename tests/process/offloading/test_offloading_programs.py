@@ -5,6 +5,8 @@ import pytest
 import stand_in
 from gguf_files import save_blocks
 
+import shmload
+
 pytestmark = [
     pytest.mark.libraries,
     pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none()),
@@ -193,5 +195,25 @@ os.kill({sibling.pid}, signal.SIGKILL)
 pipe.to("cpu")
 assert not o.all_outside(pipe)
 o.require_equal(pipe, wanted)
+""",
+    )
+
+
+def test_service_evicts_what_is_on_the_device(offloading, service, saved):
+    source, other = saved("stable-diffusion"), saved("flux")
+    needed = [shmload.plan(each, keep=True).decode_nbytes for each in (source, other)]
+    service("--budget", str(sum(needed) - 1))
+    offloading(
+        source,
+        f"""{BEGIN}
+pipe = o.load(SOURCE)
+wanted = o.values(pipe)
+sources = lambda: {{info.source.startswith(SOURCE) for info in shmload.segments()}}
+assert sources() == {{True}}
+pipe.to(o.DEVICE)
+kept = o.load({str(other)!r})
+pipe.to("cpu")
+o.require_equal(pipe, wanted)
+assert False in sources()
 """,
     )
