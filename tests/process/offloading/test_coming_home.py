@@ -2,8 +2,12 @@
 
 import pytest
 import stand_in
+from lacking import skip_what_is_lacking
 
-pytestmark = pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none())
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none()),
+]
 
 # As in `offloading.CALLS`, which a process of its own imports.
 CALLS = "to", "modules", "model", "sequential", "accelerate", "manager", "blocks", "leaves"
@@ -42,6 +46,7 @@ def program(offloading, saved):
 
 @pytest.mark.parametrize("move", MOVES)
 def test_weights_lie_in_their_segments_after_each_run(program, move):
+    skip_what_is_lacking(move)
     indented = MOVES[move].replace("\n", "\n    ")
     program(f"""
 for turn in range(3):

@@ -2,6 +2,7 @@
 
 import pytest
 import stand_in
+from lacking import skip_what_is_lacking
 
 pytestmark = [
     pytest.mark.libraries,
@@ -14,6 +15,7 @@ CALLS = {"model": 0, "blocks": 2, "leaves": 3, "sequential": 4}
 
 @pytest.mark.parametrize("call", CALLS)
 def test_weights_on_the_device_are_what_the_plan_says(offloading, saved, call):
+    skip_what_is_lacking(call)
     # Buffers are not sampled, and autoencoders name blocks of their own: it may be less.
     source = saved("stable-diffusion")
     offloading(
