@@ -15,7 +15,7 @@ does not matter what has changed a weight, nor whether torch has counted it.
 """
 
 import contextlib
-import copy
+import functools
 import os
 import threading
 import weakref
@@ -40,6 +40,8 @@ from shmload.errors import ShmloadError
 logger = logger_of(__name__)
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
+_watched: "weakref.WeakKeyDictionary[torch.nn.Module, Homes]" = weakref.WeakKeyDictionary()
+
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a weight on a device: itself, which keeps the id, and what it is on the host."""
 
@@ -81,21 +83,18 @@ class Homes:
         self._leases: dict[Inode, Lease] = {}
         # By the id of a tensor. Where it lies may change, also by its `data`.
         self._homes: dict[int, tuple[weakref.ref[torch.Tensor], Home]] = {}
-        self._digests: dict[Home, Digest] = {}
+        self._digests: dict[tuple[Home, torch.device], Digest] = {}
         self._thread = threading.local()
 
     def watch(self, model: torch.nn.Module) -> None:
         """Have a model's weights come home when it, or a module of it, moves to the host.
 
-        No class is patched. Each module gets a method of its own, which a copy or a pickle of it
-        does not need.
+        A copy of it moves as ever.
         """
         if self._names:
+            _wrap_apply()
             for module in modules_of(model):
-                own = vars(module)
-                if "_apply" not in own:  # else it came from an earlier load
-                    parts = type(module), own["_parameters"], own["_buffers"], own["_modules"]
-                    own["_apply"] = _Apply(self, module, parts)
+                _watched.setdefault(module, self)  # else it came from an earlier load
 
     @contextlib.contextmanager
     def moving(self, module: torch.nn.Module, fn: Fn, *, recurse: bool) -> Iterator[None]:
@@ -106,8 +105,13 @@ class Homes:
             fn: what is applied to its tensors.
             recurse: whether the modules in it move too.
         """
-        # The second refuses tensors with weak references, which `note` takes.
-        if getattr(self._thread, "moves", False) or get_swap_module_params_on_conversion():
+        if getattr(self._thread, "moves", False):
+            yield
+            return
+        if get_swap_module_params_on_conversion():
+            # It refuses tensors with weak references, which `note` takes.
+            for tensor in tensors_of(module, recurse=recurse):
+                self._homes.pop(id(tensor), None)
             yield
             return
         self._thread.moves = True
@@ -166,9 +170,10 @@ class Homes:
 
     def _digest_of(self, home: Home, mapped: torch.Tensor, device: torch.device) -> Digest:
         """Return the digest of a segment's own bytes, which go to a device for it once."""
-        if home not in self._digests:
-            self._digests[home] = digests_of([mapped], device)[0]
-        return self._digests[home]
+        key = home, device
+        if key not in self._digests:
+            self._digests[key] = digests_of([mapped], device)[0]
+        return self._digests[key]
 
     def _map(self, inode: Inode, homes: Sequence[Home]) -> list[torch.Tensor]:
         """Map the part of a segment that has some weights anew; none if the segment is gone.
@@ -225,11 +230,11 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # torch's own functions move each weight once, and change none before. Of others, each
         # weight is compared when it is copied.
         self._moves_all = getattr(fn, "__module__", "") == torch.nn.Module.__module__
-        self._is_ahead = False
+        self._compared: set[int] = set()
         self._found: Found = {}
         # The libraries also move a weight to a device by its `data`, unseen.
         with as_plain_tensors():
-            for tensor in self._tensors():
+            for tensor in tensors_of(module, recurse=recurse):
                 if tensor.is_cpu and (home := homes.find(tensor)):
                     homes.note(tensor, home)
 
@@ -253,8 +258,8 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and func.name() == _COPY
             and _is_plain_move_to_host(tensor, given)
         ):
-            if id(tensor) not in self._found:
-                self._found = self._take_home(tensor, home)
+            if id(tensor) not in self._compared:
+                self._found |= self._take_home(tensor, home)
             _, on_host = self._found.pop(id(tensor), (tensor, None))
             if on_host is not None:
                 return on_host
@@ -263,24 +268,18 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._homes.note(moved, home)
         return moved
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for each in modules_of(self._module) if self._recurse else (self._module,):
-            for tensor in (*each._parameters.values(), *each._buffers.values()):
-                if tensor is not None:
-                    yield from plain_tensors(tensor)
-
     def _take_home(self, tensor: torch.Tensor, home: Home) -> Found:
         """Compare a weight, and those that are copied after it."""
         # The libraries' quantised parameters would make such parameters of all that is computed.
         with as_plain_tensors():
             weights = {id(tensor): (tensor, home)}
-            if self._moves_all and not self._is_ahead:
-                self._is_ahead = True
+            if self._moves_all and not self._compared:
                 weights |= {
                     id(each): (each, its)
-                    for each in self._tensors()
+                    for each in tensors_of(self._module, recurse=self._recurse)
                     if not each.is_cpu and (its := self._homes.find(each))
                 }
+                self._compared.update(weights)
             try:
                 return self._homes.take_home(weights.values())
             # A device that is full, or cannot compute with integers; too many open files.
@@ -289,8 +288,16 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return {}
 
 
+def tensors_of(module: torch.nn.Module, *, recurse: bool) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of a module, and of those in it."""
+    for each in modules_of(module) if recurse else (module,):
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            if tensor is not None:
+                yield from plain_tensors(tensor)
+
+
 def _drop(lease: Lease) -> None:
-    """End with a reference to a lease; another may last."""
+    """Do nothing: as an argument of a finalizer, the lease lasts until then."""
 
 
 def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bool:
@@ -304,45 +311,24 @@ def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bo
     )
 
 
-class _Apply:
-    """A module's own `_apply`.
+@functools.cache
+def _wrap_apply() -> None:
+    """Have `torch.nn.Module._apply`, by which all modules move, ask whether a module is watched.
 
-    It refers to the module weakly: one that refers to itself stays until a collection, and its
-    segments with it.
+    An attribute of the module would be the first thing that its copies and pickles share. Two
+    threads may wrap it twice: a move that is watched is not watched again.
     """
+    of_torch: Any = torch.nn.Module._apply
 
-    __slots__ = "_homes", "_module", "_parts"
+    @functools.wraps(of_torch)
+    def _apply(self: torch.nn.Module, fn: Fn, recurse: bool = True) -> Any:
+        homes = _watched.get(self)
+        if homes is None:
+            return of_torch(self, fn, recurse)
+        with homes.moving(self, fn, recurse=recurse):
+            return of_torch(self, fn, recurse)
 
-    def __init__(self, homes: Homes, module: torch.nn.Module, parts: tuple[Any, ...]) -> None:
-        self._homes = homes
-        self._module = weakref.ref(module)
-        # A shallow copy has the same ones, and may outlive the module.
-        self._parts = parts
-
-    def __call__(self, fn: Fn, recurse: bool = True) -> Any:
-        module = self._own_module()
-        of_class: Any = type(module)._apply
-        with self._homes.moving(module, fn, recurse=recurse):
-            return of_class(module, fn, recurse)
-
-    def _own_module(self) -> torch.nn.Module:
-        module = self._module()
-        return self._make_module(*self._parts) if module is None else module
-
-    @staticmethod
-    def _make_module(cls: Any, parameters: Any, buffers: Any, modules: Any) -> torch.nn.Module:
-        module: torch.nn.Module = cls.__new__(cls)
-        vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
-        return module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Apply":
-        parts = copy.deepcopy(self._parts, memo)
-        module = memo.get(id(self._module()))
-        return _Apply(self._homes, self._make_module(*parts) if module is None else module, parts)
-
-    def __reduce__(self) -> Any:
-        module = self._own_module()
-        return getattr, (module, "_apply")  # the class's, where it is unpickled
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

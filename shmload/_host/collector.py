@@ -10,6 +10,7 @@ from shmload._host.changes import Change
 
 # inspect.CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR: to clear their frames would end them.
 _PAUSES = 0x20 | 0x80 | 0x200
+_IMPORTS = "<frozen importlib._bootstrap>"
 
 _has_frozen = False
 _is_marking = False
@@ -21,13 +22,13 @@ def freeze_imports() -> None:
     The imports of a cold process leave a million objects that live as long as it does. To visit
     them would take each later collection 0.2 s, and those at exit a second.
     """
-    _forget_ended_calls()
+    _forget_imports()
     gc.freeze()
     note_freeze()
 
 
-def _forget_ended_calls() -> None:
-    """Clear the locals of functions that ended and were called below those that now run.
+def _forget_imports() -> None:
+    """Clear the locals of functions that imports have called below the functions that now run.
 
     An import that kept an error in a variable left a circle: the error, its traceback, the frame.
     Frozen, it would never go; and a frame keeps its callers, with all that they will have made.
@@ -39,12 +40,13 @@ def _forget_ended_calls() -> None:
         frame = frame.f_back
     for each in gc.get_objects():
         if type(each) is FrameType and each not in running and not each.f_code.co_flags & _PAUSES:
-            caller = each.f_back
+            caller, is_import = each.f_back, False
             while caller and caller not in running:
+                is_import = is_import or caller.f_code.co_filename == _IMPORTS
                 caller = caller.f_back
-            if caller:
+            if caller and is_import:
                 each.clear()
-    running.clear()  # or this call would leave such a circle itself
+    running.clear()  # it has this call's frame, which has it: such a circle, too
 
 
 def note_freeze() -> None:

@@ -2,7 +2,7 @@
 
 They move whole models, top-level blocks or leaves, by the rules of diffusers 0.42
 (`DiffusionPipeline.enable_model_cpu_offload`, `hooks/group_offloading.py`) and accelerate 1.15
-(`cpu_offload`).
+(`cpu_offload`). Some autoencoders name blocks of their own: calls keep less of these than is said.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,8 +24,7 @@ DTYPES = {
     * 2,
     "dict-without-default": ({"vae": torch.bfloat16, "text_encoder": torch.float16},) * 2,
 }
-# With what shmload gives a module of a resident model: see `Homes`.
-_MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) | {"_apply"}
+_MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
 
 
 def reference(source, torch_dtype=None, **kwargs):

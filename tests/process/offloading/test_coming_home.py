@@ -103,12 +103,46 @@ o.require_equal(pipe, wanted)
 """)
 
 
-def test_copy_of_a_shallow_copy_moves_itself(program):
+def test_copies_move_themselves(program):
     program("""
-import copy
-copied = copy.deepcopy(copy.copy(pipe.unet.conv_in))
-copied.to(o.DEVICE)
-assert copied.weight.device.type == "standin" and pipe.unet.conv_in.weight.is_cpu
+import copy, pickle
+original = pipe.unet.conv_in
+for make in (copy.copy, copy.deepcopy, lambda each: copy.deepcopy(copy.copy(each)),
+             lambda each: pickle.loads(pickle.dumps(each))):
+    copied = make(original)
+    assert "_apply" not in vars(copied)
+    assert copied.to(torch.float16) is copied
+    copied(torch.ones(1, 4, 8, 8, dtype=torch.float16))
+    if make is copy.copy:  # it shares the parameters
+        original.float()
+    assert original.weight.dtype == torch.float32 and original.weight.is_cpu
+""")
+
+
+def test_one_changed_weight_does_not_have_the_others_compared_again(program):
+    program("""
+from shmload._building import homes
+calls = []
+digests_of = homes.digests_of
+homes.digests_of = lambda tensors, *rest: calls.append(len(tensors)) or digests_of(tensors, *rest)
+pipe.unet.to(o.DEVICE); pipe.unet.to("cpu")
+calls.clear()
+pipe.unet.to(o.DEVICE)
+with torch.no_grad():
+    pipe.unet.conv_in.weight.add_(1)
+pipe.unet.to("cpu")
+assert len(calls) == 1 and calls[0] > 50, calls
+assert o.outside(pipe.unet) == ["conv_in.weight"]
+""")
+
+
+def test_swapped_parameters_move_as_ever(program):
+    program("""
+pipe.unet.to(o.DEVICE); pipe.unet.to("cpu")
+torch.__future__.set_swap_module_params_on_conversion(True)
+pipe.unet.to(o.DEVICE); pipe.unet.to("cpu")
+torch.__future__.set_swap_module_params_on_conversion(False)
+o.require_equal(pipe, wanted)
 """)
 
 
@@ -241,7 +275,6 @@ copied.to(o.DEVICE)
 assert copied.weight.device.type == "standin"
 copied.to("cpu")
 assert torch.equal(copied.weight, wanted["unet", "conv_in.weight"])
-assert not o.outside(copied)
 """)
 
 

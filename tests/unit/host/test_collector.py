@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import sys
 import weakref
 
@@ -59,10 +60,16 @@ class Thing:
     pass
 
 
-def _import():
-    """Leave a circle: a frame in its own locals, as torch does when it is imported."""
+# What torch leaves when it is imported: a frame in its own locals.
+_MODULE = """
+import sys
+
+def leave_a_circle():
     own = sys._getframe()
     assert own
+
+leave_a_circle()
+"""
 
 
 def _waits():
@@ -71,8 +78,17 @@ def _waits():
     yield thing
 
 
-def _load():
-    _import()
+def _fails(errors):
+    kept = "kept"
+    try:
+        raise KeyError(kept)
+    except KeyError as error:
+        errors.append(error)
+
+
+def _load(name, errors):
+    importlib.import_module(name)
+    _fails(errors)
     waiting = _waits()
     reference = next(waiting)
     freeze_imports()
@@ -82,7 +98,13 @@ def _load():
 
 
 @pytest.mark.usefixtures("given_back", "unfrozen")
-def test_what_a_call_makes_after_its_imports_were_frozen_goes():
+def test_what_a_call_makes_after_its_imports_were_frozen_goes(tmp_path, monkeypatch):
+    (tmp_path / "leaves_a_circle.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     gc.disable()
-    made = _load()
+    errors = []
+    made = _load("leaves_a_circle", errors)
+    assert errors[0].__traceback__.tb_frame.f_locals["kept"] == "kept"  # no import had it
+    errors.clear()
     assert made() is None
+    del sys.modules["leaves_a_circle"]
