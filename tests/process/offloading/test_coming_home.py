@@ -159,6 +159,9 @@ CHANGES = {
     "an optimiser": (
         "weight.grad = torch.ones_like(weight); torch.optim.SGD([weight], lr=1.0).step()"
     ),
+    "a compiled function": (
+        "torch.compile(lambda it: it.mul_(2), backend='eager', fullgraph=True)(weight)"
+    ),
     "a new parameter": "layer.weight = torch.nn.Parameter(weight * 2)",
 }
 
