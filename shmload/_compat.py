@@ -31,6 +31,7 @@ NAMES = {
     "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
     "torch:_weight_norm": "no skeletons of models with normed weights",
     "torch.nn.modules.module:_global_forward_hooks": _ANEW,
+    "torch.nn:Module._apply": "weights that come back from a device are copies",
     "torch.nn:Module._buffers": "an error",
     "torch.nn:Module._modules": "an error",
     "torch.nn:Module._parameters": "an error",
@@ -106,6 +107,32 @@ def as_plain_tensors() -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def wrap_moves(
+    context_of: "Callable[[torch.nn.Module, Any, bool], AbstractContextManager[None] | None]",
+) -> None:
+    """Have `torch.nn.Module._apply`, by which all modules move, run in a context.
+
+    Args:
+        context_of: returns the context, by the module, the function that is applied to its tensors,
+            and whether modules in it move too; None for none.
+    """
+    import torch
+
+    of_torch: Any = getattr(torch.nn.Module, "_apply", None)
+    if of_torch is None:
+        return
+
+    @functools.wraps(of_torch)
+    def _apply(self: "torch.nn.Module", fn: Callable[..., Any], recurse: bool = True) -> Any:
+        context = context_of(self, fn, recurse)
+        if context is None:
+            return of_torch(self, fn, recurse)
+        with context:
+            return of_torch(self, fn, recurse)
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def has_cuda_context(index: int) -> bool:

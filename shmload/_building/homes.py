@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmload._building.device_bytes import Digest, digests_of
 from shmload._building.mapped import Spans, map_ranges, modules_of, plain_tensors
-from shmload._compat import as_plain_tensors
+from shmload._compat import as_plain_tensors, wrap_moves
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.lease import Lease
@@ -92,7 +92,7 @@ class Homes:
         A copy of it moves as ever.
         """
         if self._names:
-            _wrap_apply()
+            _watch_moves()
             for module in modules_of(model):
                 _watched.setdefault(module, self)  # else it came from an earlier load
 
@@ -312,23 +312,20 @@ def _is_plain_move_to_host(tensor: torch.Tensor, given: Mapping[str, Any]) -> bo
 
 
 @functools.cache
-def _wrap_apply() -> None:
-    """Have `torch.nn.Module._apply`, by which all modules move, ask whether a module is watched.
+def _watch_moves() -> None:
+    """Have each module that moves looked up.
 
     An attribute of the module would be the first thing that its copies and pickles share. Two
-    threads may wrap it twice: a move that is watched is not watched again.
+    threads may do it twice: a move that is watched is not watched again.
     """
-    of_torch: Any = torch.nn.Module._apply
+    wrap_moves(_context_of)
 
-    @functools.wraps(of_torch)
-    def _apply(self: torch.nn.Module, fn: Fn, recurse: bool = True) -> Any:
-        homes = _watched.get(self)
-        if homes is None:
-            return of_torch(self, fn, recurse)
-        with homes.moving(self, fn, recurse=recurse):
-            return of_torch(self, fn, recurse)
 
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+def _context_of(
+    module: torch.nn.Module, fn: Fn, recurse: bool
+) -> contextlib.AbstractContextManager[None] | None:
+    homes = _watched.get(module)
+    return homes.moving(module, fn, recurse=recurse) if homes else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
