@@ -72,8 +72,8 @@ class Homes:
     program offloads, and will need the segment again.
 
     Args:
-        segments: of the models; stay the caller's. Only those with a name count: nobody shares the
-            others.
+        segments: of the models; stay the caller's. Those without a name do not count: no other
+            process has them.
         spans: where they are mapped.
     """
 
@@ -269,7 +269,7 @@ class _Moves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return moved
 
     def _take_home(self, tensor: torch.Tensor, home: Home) -> Found:
-        """Compare a weight, and those that are copied after it."""
+        """Return what a weight is on the host, and what those are that will be copied after it."""
         # The libraries' quantised parameters would make such parameters of all that is computed.
         with as_plain_tensors():
             weights = {id(tensor): (tensor, home)}

@@ -50,7 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     False too if the files of weights were guessed from what is there.
     """
     unread: tuple[str, ...] = ()
-    """Wanted components of which shmload reads no weights; an empty name for the root itself."""
+    """Wanted components whose weights shmload does not read; the root has an empty name."""
     variant: str | None = None
     """The variant that was asked for."""
     choices: tuple[str, ...] = ()
