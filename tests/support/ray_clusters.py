@@ -25,6 +25,7 @@ class RayCluster:
 
     def __init__(self, log):
         self._log = log
+        self.is_late = False  # whether a question has no answer yet
         # A short path: Ray's sockets lie there, and a socket's path has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         environment = os.environ | {
@@ -32,6 +33,8 @@ class RayCluster:
             "RAY_TMPDIR": self._folder,
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Else actors would wait while other tests use all cores.
+            "RAY_worker_niceness": "0",
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -58,8 +61,11 @@ class RayCluster:
 
     def ask(self, expression):
         """Return the value of an expression evaluated in the driver."""
+        assert not self.is_late, "an earlier question has no answer yet"
+        self.is_late = True
         self._process.stdin.write(f"{expression}\n".encode())
         answer = base64.b64decode(self._read_line())
+        self.is_late = False
         path = [*sys.path]
         try:
             value, error = pickle.loads(answer)
@@ -83,7 +89,12 @@ class RayCluster:
         return received
 
     def _said(self):
-        return self._log.read_text(errors="replace")[-4000:]
+        """Return what the driver, the actors and Ray's own processes said last."""
+        logs = [*Path(self._folder).glob("**/session_latest/logs/*")]
+        names = ("worker-*.err", "raylet*.out", "gcs_server.out")
+        wanted = [self._log, *(path for name in names for path in logs if path.match(name))]
+        texts = ((path.name, path.read_text(errors="replace")[-2000:]) for path in wanted)
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts if text)
 
 
 def _apart():

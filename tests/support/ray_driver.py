@@ -7,6 +7,7 @@ each node but the first has its own /dev/shm; with a shared one only one node wo
 import base64
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ _CLONE_NEWNS = 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
 _SMALL = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 << 20}
 _DEADLINE_S = 50.0
+# Actors of one stage wait for each other; each imports torch in a process of its own.
+_MEETING_DEADLINE_S = 180.0
 
 # Nodes --------------------------------------------------------------------------------------------
 
@@ -148,9 +151,9 @@ def _has_part(pid):
     return False
 
 
-def _until(is_so):
+def _until(is_so, deadline_s=_DEADLINE_S):
     """Poll until a condition holds; there is no event to wait for from outside."""
-    deadline = time.monotonic() + _DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not is_so():
         if time.monotonic() > deadline:
             raise TimeoutError
@@ -173,6 +176,7 @@ class Witness(shmray.Stage):
     """A stage that records its actor's state, and begins once all actors have recorded theirs."""
 
     def __init__(self, *args, meeting, actors, **kwargs):
+        faulthandler.dump_traceback_later(_MEETING_DEADLINE_S / 2)
         self._decoded = 0
         logger = logging.getLogger("shmload")
         logger.setLevel(logging.INFO)
@@ -182,7 +186,8 @@ class Witness(shmray.Stage):
         super().__init__(*args, **kwargs)
         (meeting / f"{os.getpid()}.new").write_text(json.dumps(self._describe()))
         (meeting / f"{os.getpid()}.new").rename(meeting / f"{os.getpid()}.json")
-        _until(lambda: len(list(meeting.glob("*.json"))) == actors)
+        _until(lambda: len(list(meeting.glob("*.json"))) >= actors, _MEETING_DEADLINE_S)
+        faulthandler.cancel_dump_traceback_later()
 
     def _count(self, record):
         if "to decode" in record.msg:

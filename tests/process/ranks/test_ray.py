@@ -51,7 +51,7 @@ def _empty_nodes(request, evicts):
     """Remove what a test leaves on the second node: `evicts` knows this process's /dev/shm only."""
     cluster = request.getfixturevalue("cluster") if "second" in request.fixturenames else None
     yield
-    if cluster:
+    if cluster and not cluster.is_late:
         for report in cluster.ask(call("cluster_segments")):
             for info in report.report or ():
                 cluster.ask(call("evict_cluster", info.name))
