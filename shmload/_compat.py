@@ -8,6 +8,7 @@ is imported at the top.
 
 import functools
 import importlib
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ NAMES = {
     "torch.utils._python_dispatch:TorchDispatchMode": "an error at import",
     "accelerate.big_modeling:init_on_device.register_empty_parameter": "models that another "
     "thread has emptied are an error when they are used",
+    "diffusers.hooks.group_offloading:ModuleGroup._init_cpu_param_dict": "nothing says that "
+    "streams pin copies",
     "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
     "diffusers:ModularPipeline._component_specs": "an error of modular pipelines",
     "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
@@ -133,6 +136,28 @@ def wrap_moves(
             return of_torch(self, fn, recurse)
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def wrap_pins(note: "Callable[[Iterable[torch.nn.Module]], None]") -> None:
+    """Have a function told of modules of which diffusers keeps pinned copies.
+
+    Args:
+        note: gets the modules of one group, once they have been copied.
+    """
+    groups = sys.modules.get("diffusers.hooks.group_offloading")
+    group = getattr(groups, "ModuleGroup", None)
+    of_diffusers = getattr(group, "_init_cpu_param_dict", None)
+    if group is None or of_diffusers is None:
+        return
+
+    @functools.wraps(of_diffusers)
+    def _init_cpu_param_dict(self: Any) -> Any:
+        made = of_diffusers(self)
+        if made and not self.low_cpu_mem_usage:
+            note(self.modules)
+        return made
+
+    group._init_cpu_param_dict = _init_cpu_param_dict
 
 
 def has_cuda_context(index: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shmload._building.effects import Message, say
+from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
 from shmload._building.keywords import FINDING_KEYWORDS
 from shmload._building.libraries import (
@@ -281,10 +282,10 @@ class Build:
         spans = Spans(holdings.inodes())
         if private := hold_leases(parts.values(), holdings.segments(), spans):
             say_what_is_private(private, parts, self._source, self._kwargs)
-        homes = Homes(holdings.segments(), spans)
-        for part in parts.values():
-            if isinstance(part, torch.nn.Module):
-                homes.watch(part)
+        if homes := Homes(holdings.segments(), spans):
+            for part in parts.values():
+                if isinstance(part, torch.nn.Module):
+                    watch(part, homes)
 
     @property
     def _reads_at_once(self) -> bool:

@@ -3,9 +3,12 @@
 import diffusers
 import pytest
 
+_NO_GROUPS = "its pipelines have no enable_group_offload"
 _OF_0_35 = {
-    "blocks": "its pipelines have no enable_group_offload",
-    "leaves": "its pipelines have no enable_group_offload",
+    "blocks": _NO_GROUPS,
+    "leaves": _NO_GROUPS,
+    "streams-leaves": _NO_GROUPS,
+    "streams-little-leaves": _NO_GROUPS,
     "manager": "its ComponentsManager asks CUDA for the free memory",
 }
 

@@ -136,6 +136,22 @@ assert o.outside(pipe.unet) == ["conv_in.weight"]
 """)
 
 
+@pytest.mark.parametrize(("call", "count"), [("streams-leaves", 1), ("streams-little-leaves", 0)])
+def test_copies_that_streams_pin_are_said_once(program, call, count):
+    skip_what_is_lacking(call)
+    program(f"""
+import logging
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("shmload").addHandler(handler)
+begin, _ = o.CALLS["{call}"]
+begin(pipe)
+found = [each for each in said if "pinned memory" in each]
+assert len(found) == {count}, said
+""")
+
+
 def test_swapped_parameters_move_as_ever(program):
     program("""
 pipe.unet.to(o.DEVICE); pipe.unet.to("cpu")
