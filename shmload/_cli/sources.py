@@ -151,7 +151,7 @@ def plan_command(
 @click.option("--remove", metavar="DIR", type=click.Path(), help="Remove a view directory.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests of all its segments.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @as_json_option
 def view_command(
     source: str | None,

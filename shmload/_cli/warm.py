@@ -52,7 +52,7 @@ from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Warm this many sources at a time.")
 @click.option("--largest-first", is_flag=True, help="Begin with the largest source.")
-@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--with-text", is_flag=True, hidden=True)
 @as_json_option
 def warm_command(

@@ -22,6 +22,8 @@ class OffloadingUse(msgspec.Struct, frozen=True, kw_only=True):
     """With the arguments that count."""
     nbytes: int
     """Size of the weights that are there at a time, at most, in bytes; activations not counted."""
+    keeps_one_copy: bool
+    """Whether the weights on the host stay those that processes share."""
 
 
 def offloading_uses(components: Sequence[Component]) -> tuple[OffloadingUse, ...]:
@@ -32,11 +34,12 @@ def offloading_uses(components: Sequence[Component]) -> tuple[OffloadingUse, ...
     """
     modules = {component.name: component.module for component in components}
     found = []
-    for call, kept in _KEPT.items():
-        staying = _STAYING.intersection(modules) if call in _LEAVES_SOME else set()
-        most = max((kept(each) for name, each in modules.items() if name not in staying), default=0)
+    for call in _CALLS:
+        staying = _STAYING.intersection(modules) if call.leaves_some else set()
+        moving = (each for name, each in modules.items() if name not in staying)
+        most = max(map(call.kept, moving), default=0)
         most += sum(modules[name].nbytes for name in staying)
-        found.append(OffloadingUse(call=call, nbytes=most))
+        found.append(OffloadingUse(call=call.text, nbytes=most, keeps_one_copy=call.keeps_one_copy))
     return tuple(found)
 
 
@@ -45,17 +48,23 @@ def offloading_table(uses: Sequence[OffloadingUse], room_nbytes: int | None) -> 
 
     Args:
         uses: its rows.
-        room_nbytes: size of the largest accelerator; None if there is none, or without a limit.
+        room_nbytes: size of the largest accelerator; None without a limit.
     """
     rows = [
         (
             use.call,
             format_nbytes(use.nbytes),
-            "-" if not room_nbytes else "yes" if use.nbytes <= room_nbytes else "no",
+            "-" if not room_nbytes else _yes_or_no(use.nbytes <= room_nbytes),
+            _yes_or_no(use.keeps_one_copy),
         )
         for use in uses
     ]
-    return Table(titles=("OFFLOADING CALL", "AT A TIME", "FITS"), rows=rows, right=(1,))
+    titles = "OFFLOADING CALL", "AT A TIME", "FITS", "ONE COPY"
+    return Table(titles=titles, rows=rows, right=(1,))
+
+
+def _yes_or_no(is_so: bool) -> str:
+    return "yes" if is_so else "no"
 
 
 def _whole(module: Module) -> int:
@@ -90,13 +99,24 @@ def _blocks_of(module: Module) -> list[int]:
     ]
 
 
-_KEPT: dict[str, Callable[[Module], int]] = {
-    "enable_model_cpu_offload()": _whole,
-    'enable_group_offload(offload_type="block_level", use_stream=True)': _two_blocks,
-    'enable_group_offload(offload_type="block_level", num_blocks_per_group=1)': _block,
-    'enable_group_offload(offload_type="leaf_level")': _leaf,
-    "enable_sequential_cpu_offload()": _leaf,
-}
-# Pipelines except components of these names from these calls (`_exclude_from_cpu_offload`).
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    kept: Callable[[Module], int]
+    """What it keeps of a component, in bytes."""
+    leaves_some: bool = False
+    """Whether it leaves components where they are (`_exclude_from_cpu_offload` of pipelines)."""
+    keeps_one_copy: bool = True
+
+
 _STAYING = frozenset({"safety_checker", "watermarker"})
-_LEAVES_SOME = frozenset({"enable_model_cpu_offload()", "enable_sequential_cpu_offload()"})
+_GROUPS = 'pipe.enable_group_offload("cuda", offload_type='
+_BLOCKS = f'{_GROUPS}"block_level", num_blocks_per_group=1'
+_CALLS = (
+    _Call(text="pipe.enable_model_cpu_offload()", kept=_whole, leaves_some=True),
+    _Call(text='manager.enable_auto_cpu_offload("cuda")', kept=_whole),
+    # A stream pins copies of the weights.
+    _Call(text=f"{_BLOCKS}, use_stream=True)", kept=_two_blocks, keeps_one_copy=False),
+    _Call(text=f"{_BLOCKS})", kept=_block),
+    _Call(text=f'{_GROUPS}"leaf_level")', kept=_leaf),
+    _Call(text="pipe.enable_sequential_cpu_offload()", kept=_leaf, leaves_some=True),
+)

@@ -119,7 +119,9 @@ def placement_page(
     rooms = [use.limit_nbytes for use in devices if use.device not in (CPU, DISK)]
     room = None if None in rooms else max(filter(None, rooms), default=None)
     tables: tuple[Table | str, ...] = (modules, "", _device_table(devices), "")
-    tables += (print_device_map(device_map), "", offloading_table(offloading, room))
+    tables += (print_device_map(device_map),)
+    if rooms:
+        tables += ("", offloading_table(offloading, room))
     return Page(tables)
 
 

@@ -10,7 +10,7 @@ pytestmark = [
 ]
 
 # The calls by their place in the plan.
-CALLS = {"model": 0, "blocks": 2, "leaves": 3, "sequential": 4}
+CALLS = {"model": 0, "blocks": 3, "leaves": 4, "sequential": 5}
 
 
 @pytest.mark.parametrize("call", CALLS)
