@@ -28,6 +28,7 @@ from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
+from shmload._segments.names import is_publication
 from shmload._segments.segment import Stay
 from shmload._wording import logger_of
 from shmload.errors import (
@@ -104,7 +105,8 @@ def load_pipeline(
         source: a directory or a hub id, as for `DiffusionPipeline.from_pretrained`. Or a file of
             weights: the call then means `from_single_file`, and takes its arguments, as `config`.
             Or a modular repository: the call then means `ModularPipeline.from_pretrained` and its
-            `load_components`, with the arguments of both.
+            `load_components`, with the arguments of both. Or a publication, `shm:NAME` or
+            `shm:NAME@VERSION`: it is returned as it was published, and no other argument counts.
         pipeline_class: the class to load, by itself or by its name: one of diffusers, such as
             `StableDiffusionImg2ImgPipeline` or `AutoPipelineForInpainting`, or your own subclass
             (as a name: `module.Class`). None for the class that the source names.
@@ -149,6 +151,18 @@ def load_pipeline(
             `ComponentFailed` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
+    if is_publication(source):
+        from shmload._building.publishing import load_published
+
+        given = {
+            "pipeline_class": pipeline_class,
+            "dtype": dtype,
+            "device_map": device_map,
+            "max_memory": max_memory,
+            "max_host_memory": max_host_memory,
+            "components": components,
+        }
+        return load_published(str(source), given | from_pretrained_kwargs)
     options = Options(
         device_map=device_map,
         max_memory=max_memory,

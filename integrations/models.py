@@ -16,6 +16,7 @@ from shmload._building.route import Keep, Options, require_readable
 from shmload._building.single_file import bring_single_file, is_single_file
 from shmload._checkpoints.wanted import Wanted
 from shmload._loading.progress import Callback
+from shmload._segments.names import is_publication
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def load_model(
             Names without a module are looked up in diffusers and in transformers.
         source: a directory or a hub id, as for `cls.from_pretrained`. Or a file of
             weights: the call then means `from_single_file`, and takes its arguments, as `config`.
+            Or the publication of a model, as for `load_pipeline`.
         subfolder: the model's directory in the source, such as `unet` in a pipeline.
         variant: as for `from_pretrained`, such as `fp16`.
         dtype: a `torch.dtype`, its name, or `auto` for the checkpoint's own dtype. None means what
@@ -78,6 +80,21 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
+    if is_publication(source):
+        from shmload._building.publishing import load_published
+
+        given = {
+            "subfolder": subfolder,
+            "variant": variant,
+            "dtype": dtype,
+            "device_map": device_map,
+            "max_memory": max_memory,
+            "max_host_memory": max_host_memory,
+        }
+        model = load_published(str(source), given | from_pretrained_kwargs)
+        if cls not in (*type(model).__mro__, *(each.__name__ for each in type(model).__mro__)):
+            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {_name_of(cls)}")
+        return model
     options = Options(
         device_map=device_map,
         max_memory=max_memory,

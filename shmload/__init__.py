@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
 
     from shmload import errors as errors
     from shmload._building.placing import to_device as to_device
+    from shmload._building.publishing import Published as Published
+    from shmload._building.publishing import publish as publish
     from shmload._loading.plan import Action as Action
     from shmload._loading.plan import Plan as Plan
     from shmload._loading.plan import ShardPlan as ShardPlan
@@ -52,6 +54,7 @@ _HOMES = {
     "Model": "shmload._segments.grouping",
     "Placement": "shmload._placement.placement",
     "Plan": "shmload._loading.plan",
+    "Published": "shmload._building.publishing",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._loading.plan",
     "ViewDirectory": "shmload._segments.standing_views",
@@ -64,6 +67,7 @@ _HOMES = {
     "models": "shmload._segments.models",
     "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.verbs",
+    "publish": "shmload._building.publishing",
     "redirect": "shmload.integrations.redirect",
     "remove_view_directory": "shmload._segments.standing_views",
     "restore_view_directory": "shmload._loading.view_directory",

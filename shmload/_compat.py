@@ -29,6 +29,8 @@ NAMES = {
     "torch._C:_len_torch_dispatch_stack": f"{_ANEW}; redirect leaves all to the libraries",
     "torch._C:_len_torch_function_stack": f"{_ANEW}; redirect leaves all to the libraries",
     "torch._C:_get_privateuse1_backend_name": "devices that a package adds to torch are refused",
+    "torch._dynamo.eval_frame:OptimizedModule": "models that are compiled cannot be published",
+    "torch:Tensor._make_subclass": "an error of published tensors of a class of their own",
     "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
     "torch:_weight_norm": "no skeletons of models with normed weights",
     "torch.nn.modules.module:_global_forward_hooks": _ANEW,
@@ -55,6 +57,8 @@ NAMES = {
     "diffusers.utils.import_utils:DummyObject": "the library's own error for a missing package",
     "diffusers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
     "transformers:AutoModel._model_mapping": _CASTS,
+    "transformers:CLIPTokenizerFast._wrap_decode_method_backend_tokenizer": "published tokenizers "
+    "of CLIP decode otherwise",
     "transformers:GenerationConfig._original_object_hash": "no skeletons of models that generate",
     "transformers:PreTrainedModel._from_config": _CASTS,
     "transformers:PreTrainedModel._keep_in_fp32_modules": _TWICE,
@@ -75,6 +79,8 @@ EMPTYING = "register_empty_parameter"
 """The function that accelerate puts in the place of a method of torch's modules."""
 OWN_HASH = "_original_object_hash"
 """Where a config of generation keeps its own hash, which differs in each process."""
+WRAPPED = "decode"
+"""What tokenizers of CLIP replace in the tokenizer behind them, and a pickle of it lacks."""
 REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")
 """Where transformers' tables keep what programs register."""
 
@@ -86,6 +92,13 @@ def find(where: str) -> Any:
         return functools.reduce(getattr, path.split("."), importlib.import_module(home))
     except (ImportError, AttributeError):
         return None
+
+
+def wrap_decode(tokenizer: object) -> None:
+    """Have a tokenizer of CLIP replace a function again, as its constructor did."""
+    wrap = getattr(type(tokenizer), "_wrap_decode_method_backend_tokenizer", None)
+    if wrap is not None:
+        wrap(tokenizer)
 
 
 # torch --------------------------------------------------------------------------------------------
@@ -158,6 +171,23 @@ def wrap_pins(note: "Callable[[Iterable[torch.nn.Module]], None]") -> None:
         return made
 
     group._init_cpu_param_dict = _init_cpu_param_dict
+
+
+def make_tensor_of_class(kind: Any, data: "torch.Tensor", requires_grad: bool) -> "torch.Tensor":
+    """Return a tensor of a class of its own over the data of a plain one."""
+    import torch
+
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, data, requires_grad)
+    return made
+
+
+def original_of_compiled(thing: object) -> "torch.nn.Module | None":
+    """Return the model that `torch.compile` has put another in front of; None if it is none."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if kind is None or not isinstance(thing, kind):
+        return None
+    original: torch.nn.Module = thing._orig_mod
+    return original
 
 
 def has_cuda_context(index: int) -> bool:

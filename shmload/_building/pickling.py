@@ -168,7 +168,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
-            return _frozen_dict, (list(obj.items()), dict(vars(obj)))
+            return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         return NotImplemented
 
     def _describe(self, tensor: torch.Tensor) -> StoredTensor:
@@ -266,8 +266,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" == "builtins.getattr":
             return _bound_method
-        if (module, name) == (__name__, _frozen_dict.__name__):
-            return _frozen_dict
+        if (module, name) == (__name__, restore_frozen_dict.__name__):
+            return restore_frozen_dict
         if f"{module}.{name}" in _STANDARD | _NUMPY:
             return super().find_class(module, name)
         found = super().find_class(module, name) if module.partition(".")[0] in _PACKAGES else None
@@ -299,7 +299,7 @@ def _make_tensor(tensor: StoredTensor, stored: list[dict[str, torch.Tensor]]) ->
     return made
 
 
-def _frozen_dict(items: list[tuple[str, Any]], attributes: dict[str, Any]) -> Any:
+def restore_frozen_dict(items: list[tuple[str, Any]], attributes: dict[str, Any]) -> Any:
     """Restore the configuration of a model of diffusers."""
     made = FrozenDict.__new__(FrozenDict)
     for key, value in items:

@@ -125,6 +125,7 @@ for _command in (
     residents.pin_command,
     residents.unpin_command,
     residents.remove_command,
+    residents.save_command,
     residents.collect_command,
     residents.verify_command,
     serve.serve_command,

@@ -1,4 +1,4 @@
-"""The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `gc` and `verify`."""
+"""The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `save`, `gc`, `verify`."""
 
 import contextlib
 import re
@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import shmload
+from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.grouping import Model, group_segments
 from shmload._segments.listing import (
@@ -19,6 +20,7 @@ from shmload._segments.listing import (
     segments_by_lock,
 )
 from shmload._segments.models import find_models
+from shmload._segments.names import is_publication
 from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
 from shmload._segments.upkeep import (
@@ -174,6 +176,22 @@ def remove_command(
             say(f"in use, so they stay: {count_of(len(stays), 'segment')}")
     if busy:
         raise busy
+
+
+@click.command("save", cls=EndingCommand)
+@click.argument("source", metavar="shm:NAME", shell_complete=_complete_names)
+@click.argument("directory", type=click.Path(file_okay=False))
+def save_command(source: str, directory: str) -> None:
+    """Write a publication to DIRECTORY as an ordinary checkpoint, by save_pretrained."""
+    if not is_publication(source):
+        raise click.UsageError(f"{source} is no publication; those of `shmload ls` begin so: shm:")
+    from shmload._building.publishing import load_published
+
+    thing = load_published(source)
+    if not hasattr(thing, "save_pretrained"):
+        raise click.UsageError(f"{source} is a {type(thing).__name__}, which cannot save itself")
+    thing.save_pretrained(directory)
+    say(f"saved {source} in {directory}")
 
 
 @click.command("gc")

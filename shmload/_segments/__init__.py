@@ -20,6 +20,7 @@ records it, so a process that dies needs no clean-up but this table.
                                                                          last of these goes
     NAME       exclusive  any         is listed or removed               who holds the lock
 
+A segment that a publication needs is not removed before that, whatever its row says.
 A shared lock is a lease. `tests/faults/test_system_calls.py` kills a loader at every step from one
 row to another.
 

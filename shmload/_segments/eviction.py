@@ -170,11 +170,19 @@ def choose_victims(
     excess = max(over, nbytes - room)
     victims: list[SegmentInfo] = []
     freed = 0
-    for info in sorted(filter(may_go, found), key=lambda info: (info.used_at, info.name)):
+    used_at = {info.source: info.used_at for info in found}
+
+    def last_use(info: SegmentInfo) -> tuple[float, int, str]:
+        # What a publication needs is used with it, and goes after it.
+        own = max([info.used_at, *(used_at.get(each, 0.0) for each in info.needed_by)])
+        return own, len(info.needed_by), info.name
+
+    for info in sorted(filter(may_go, found), key=last_use):
         if freed >= excess:
             break
-        victims.append(info)
-        freed += info.nbytes
+        if {each.source for each in victims}.issuperset(info.needed_by):
+            victims.append(info)
+            freed += info.nbytes
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
         remedy = _remedy(found, nbytes, over - freed, budget)

@@ -12,8 +12,8 @@ import msgspec
 from shmload._checkpoints.identity import identify
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import Metadata, source_path
-from shmload._segments.names import segment_names, short_id
+from shmload._segments.metadata import Metadata, read_metadata, source_path
+from shmload._segments.names import is_publication, segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
@@ -39,6 +39,8 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
     """Whether it is pinned: it is never evicted to make room."""
     is_shared: bool = False
     """Whether it is removed with its last lease."""
+    needed_by: tuple[str, ...] = ()
+    """The publications that need it, as `shm:NAME@1`: it is not evicted before them."""
 
     @property
     def is_due(self) -> bool:
@@ -104,6 +106,17 @@ def segments_by_lock() -> list[SegmentInfo]:
     return [info for info, _ in _list()]
 
 
+def publications_by_segment() -> dict[str, list[str]]:
+    """Return the segments of the publications that need a segment, by its name."""
+    found: dict[str, list[str]] = {}
+    for segment in filter(None, map(peek, segment_names())):
+        with segment:
+            metadata = read_metadata(segment.fd)
+            for name in metadata.needs if metadata else ():
+                found.setdefault(name, []).append(segment.name)
+    return found
+
+
 def _list() -> list[tuple[SegmentInfo, Inode]]:
     found = []
     for segment in filter(None, map(peek, segment_names())):
@@ -112,6 +125,15 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
             info = _describe(segment)
             if segment.has_name:
                 found.append((info, segment.inode))
+    needing: dict[str, tuple[str, ...]] = {}
+    for info, _ in found:
+        for name in info.needs:
+            needing[name] = (*needing.get(name, ()), info.source)
+    if needing:
+        found = [
+            (msgspec.structs.replace(info, needed_by=needing.get(info.name, ())), inode)
+            for info, inode in found
+        ]
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
 
 
@@ -133,7 +155,9 @@ def _describe(segment: Segment) -> SegmentInfo:
 
 
 def _is_of(path: str, identity: str) -> bool:
-    """Tell whether a file still is the one with an identity."""
+    """Tell whether a file still is the one with an identity; a publication always is."""
+    if is_publication(path):
+        return True
     try:
         return identify(path, os.stat(path)).key == identity
     except (OSError, ValueError):

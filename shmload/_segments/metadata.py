@@ -63,15 +63,20 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """XXH3-128 of the XXH3-128 of each 64 MiB of its data; empty while it is not complete."""
     keep_for_s: int = 0
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
+    needs: tuple[str, ...] = ()
+    """Of a publication: names of the segments that have the rest of its tensors."""
 
 
-def make_metadata(source: str, identity: str, conversion: str) -> Metadata:
+def make_metadata(
+    source: str, identity: str, conversion: str, needs: tuple[str, ...] = ()
+) -> Metadata:
     """Return what the header of a new segment is to say.
 
     Args:
-        source: path of the shard.
+        source: path of the shard, or the name of a publication.
         identity: the shard's `Identity.key`.
         conversion: what is done to its dtypes, or `raw`.
+        needs: names of other segments, without which it is of no use.
     """
     return Metadata(
         source=source_text(source),
@@ -79,6 +84,7 @@ def make_metadata(source: str, identity: str, conversion: str) -> Metadata:
         conversion=conversion,
         created_at=round(time.time(), 3),
         creator=f"shmload {__version__} pid {os.getpid()}",
+        needs=needs,
     )
 
 

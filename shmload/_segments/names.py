@@ -27,6 +27,9 @@ from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 FORMAT_VERSION = 3
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
+SCHEME = "shm:"
+"""How the names of publications begin."""
+
 _POLL_S = 0.005
 _KEY_NBYTES = 15
 _SHORT_NCHARS = 8
@@ -41,7 +44,24 @@ def segment_name(identity: Identity, conversion: str) -> str:
         identity: of the shard.
         conversion: a text that is the same exactly when the conversion is.
     """
-    text = f"{FORMAT_VERSION}\n{identity.key}\n{conversion}"
+    return _name_of(f"{FORMAT_VERSION}\n{identity.key}\n{conversion}")
+
+
+def is_publication(source: object) -> bool:
+    """Tell whether a source is a publication's name, such as `shm:NAME` or `shm:NAME@1`."""
+    return isinstance(source, str) and source.startswith(SCHEME)
+
+
+def publication_name(source: str) -> str:
+    """Return the name of the segment that is one version of a publication.
+
+    Args:
+        source: such as `shm:NAME@1`.
+    """
+    return _name_of(f"{FORMAT_VERSION}\n{source}")
+
+
+def _name_of(text: str) -> str:
     key = hashlib.blake2b(text.encode(), digest_size=_KEY_NBYTES).hexdigest()
     return f"{name_prefix()}{key}"
 

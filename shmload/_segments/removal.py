@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
-from shmload._segments.listing import segments_by_lock
+from shmload._segments.listing import publications_by_segment, segments_by_lock
 from shmload._segments.names import part_names, segment_names
 from shmload._segments.roots import model_names
 from shmload._segments.segment import Segment, attach, peek
@@ -108,8 +108,13 @@ def remove_idle(
         with _hold_free(names[start : start + _BATCH], patience_s, look) as held:
             going = list(filter(condition, held))
             mapped = mappers([segment.inode for segment in going])
-            for segment in going:
-                if mapped.get(segment.inode, set()).difference(ignored):
+            # Under the locks: no publication that needs one of them can be begun now.
+            needing = publications_by_segment()
+            # A publication goes before what it needs.
+            for segment in sorted(going, key=lambda each: each.name in needing):
+                if mapped.get(segment.inode, set()).difference(ignored) or (
+                    set(needing.get(segment.name, ())).difference(look.idle)
+                ):
                     look.used.append(segment.name)
                 # A process that has waited for the lock for a second builds the segment anew. If
                 # the mappings took longer than that, the name may lead to another one by now.

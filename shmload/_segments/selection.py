@@ -3,6 +3,7 @@
 a segment's name                                      that segment
 the path of a file, or of a directory above it        what was decoded from there, or from copies
 the URL of a source                                   what was decoded from there
+`shm:NAME`, `shm:NAME@VERSION`                        all versions of a publication, or one
 a model's name, such as `org/name`                    that model, in every dtype
 the name that it has beside another of its name       that model, in every dtype
 an id, or its first four digits or more               that model or segment
@@ -19,7 +20,7 @@ from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.metadata import source_path
 from shmload._segments.models import find_models
-from shmload._segments.names import name_prefix, segment_name
+from shmload._segments.names import is_publication, name_prefix, segment_name
 from shmload._segments.roots import root_at, weights_below
 from shmload._wording import nearest_name
 from shmload.errors import AmbiguousName, SegmentNotFound
@@ -151,6 +152,8 @@ def is_below(info: SegmentInfo, pattern: str) -> bool:
         return False
     if pattern in (info.name, info.source):  # the source as a listing shows it
         return True
+    if is_publication(info.source) or is_publication(pattern):
+        return info.source.startswith(f"{pattern}@")
     given, source = os.path.expanduser(pattern), source_path(info.source)
     try:
         return bool(source) and any(

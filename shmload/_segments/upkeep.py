@@ -102,7 +102,8 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
         AmbiguousName: a pattern is a part of several models' names.
-        SegmentBusy: some are in use, by a process or a view directory; the others are removed.
+        SegmentBusy: some are in use, by a process, a view directory or a publication; the others
+            are removed.
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
@@ -122,14 +123,17 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     views = {info.name: known[info.name] for info in chosen if info.name in known}
     look = remove_idle([info.name for info in chosen if info.name not in views])
     removed = Segments(info for info in chosen if info.name in look.idle)
-    busy = [*look.used, *look.locked]
-    if busy or views:
+    staying = [*look.used, *look.locked]
+    needed = {i.name: i.needed_by for i in segments_by_lock() if i.needed_by}
+    needed = {name: needed[name] for name in staying if name in needed}
+    busy = [name for name in staying if name not in needed]
+    if staying or views:
         used = users_of(busy)
         pids = {name: used.get(name, set()) for name in busy}
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
         }
-        raise SegmentBusy(pids, (info.name for info in removed), called, views)
+        raise SegmentBusy(pids, (info.name for info in removed), called, views, needed)
     return removed
 
 

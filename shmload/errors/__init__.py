@@ -72,6 +72,8 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         ├── SegmentNotFound (KeyError)
         ├── AmbiguousName (ValueError)
         ├── SegmentBusy
+        ├── NotPublishable
+        ├── PublicationBroken
         ├── SegmentCorrupt
         ├── SegmentProtected
         ├── SegmentRemoved

@@ -155,7 +155,7 @@ class AmbiguousName(SegmentError, ValueError):
 
 
 class SegmentBusy(SegmentError):
-    """A process or a view directory still uses a segment, so the segment was not removed.
+    """A process, a view directory or a publication uses a segment, so it was not removed.
 
     Attributes:
         names: names of the segments that are in use.
@@ -166,6 +166,7 @@ class SegmentBusy(SegmentError):
         removed: as the attribute.
         models: what to call the segments' models, by segment.
         views: the view directories that need each segment, by its name.
+        publications: the publications that need each segment, by its name.
     """
 
     def __init__(
@@ -174,20 +175,25 @@ class SegmentBusy(SegmentError):
         removed: Iterable[str] = (),
         models: Mapping[str, str] | None = None,
         views: Mapping[str, Sequence[str]] | None = None,
+        publications: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        views = views or {}
-        self.names = (*pids, *(name for name in views if name not in pids))
+        views, publications = views or {}, publications or {}
+        self.names = tuple(dict.fromkeys((*pids, *views, *publications)))
         self.removed = tuple(removed)
         by_model: dict[str, set[int]] = {}
         for name, by in pids.items():
             by_model.setdefault((models or {}).get(name, name), set()).update(by)
         held = [f"{name} by {name_processes(by)}" for name, by in by_model.items()]
-        by_view: dict[str, set[str]] = {}
-        for name, directories in views.items():
-            by_view.setdefault((models or {}).get(name, name), set()).update(directories)
-        for name, of_model in by_view.items():
-            noun = "directory" if len(of_model) == 1 else "directories"
-            held.append(f"{name} by the view {noun} {', '.join(sorted(of_model))}")
+        for needed, one, several in (
+            (views, "view directory", "view directories"),
+            (publications, "publication", "publications"),
+        ):
+            needing: dict[str, set[str]] = {}
+            for name, by_name in needed.items():
+                needing.setdefault((models or {}).get(name, name), set()).update(by_name)
+            for name, of_model in needing.items():
+                noun = one if len(of_model) == 1 else several
+                held.append(f"{name} by the {noun} {', '.join(sorted(of_model))}")
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedies = ["end that process, or evict later"] if pids else []
         if any(os.getpid() in by for by in pids.values()):
@@ -195,7 +201,38 @@ class SegmentBusy(SegmentError):
             remedies = ["in this process drop the models, then call `gc.collect()` and evict again"]
         for directory in sorted({each for several in views.values() for each in several}):
             remedies.append(f"`shmload view --remove {shlex.quote(directory)}`")
+        for source in sorted({each for several in publications.values() for each in several}):
+            remedies.append(f"`shmload rm {shlex.quote(source)}`")
         super().__init__(f"still in use: {', '.join(held)}; {', or '.join(remedies)}{rest}")
+
+
+class NotPublishable(SegmentError):
+    """A part of a pipeline or model cannot be published.
+
+    Args:
+        source: the publication's name, as `shm:NAME`.
+        reason: the path of the part, and what is wrong with it.
+    """
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(
+            f"{source} cannot be published: {reason}; remove that from the pipeline (of an "
+            "offloading call, with `pipe.remove_all_hooks()`), and publish again"
+        )
+
+
+class PublicationBroken(SegmentError):
+    """A publication cannot be loaded here.
+
+    Args:
+        source: its name, as `shm:NAME@1`.
+        reason: what is wrong.
+    """
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(
+            f"{source} cannot be loaded: {reason}; publish it again, in an environment like this"
+        )
 
 
 class SegmentCorrupt(SegmentError):

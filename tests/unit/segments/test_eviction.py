@@ -11,10 +11,13 @@ from shmload.errors import SharedMemoryFull
 GIB = 1 << 30
 
 
-def segment(name, *, nbytes=GIB, used_at=0.0, is_leased=False, is_pinned=False):
+def segment(
+    name, *, nbytes=GIB, used_at=0.0, is_leased=False, is_pinned=False, source="", needed_by=()
+):
     return SegmentInfo(
         name=name,
-        source="/m/model.safetensors",
+        source=source or "/m/model.safetensors",
+        needed_by=needed_by,
         conversion="BF16",
         nbytes=nbytes,
         created_at=0.0,
@@ -47,6 +50,22 @@ def test_nothing_goes_where_there_is_room():
 def test_least_recently_used_goes_for_the_budget_and_for_the_memory(budget, room):
     wanted = ["early", "late"] if room < 0 else ["early"]
     assert names(GIB, budget, room) == wanted
+
+
+def test_what_a_publication_needs_goes_after_it():
+    base = segment("base", needed_by=("shm:x@1",))
+    other = segment("other", used_at=1.0)
+    idle = segment("idle", used_at=2.0, source="shm:x@1")
+    budget = service_budget(3 * GIB)
+    for count, wanted in ((1, ["other"]), (2, ["other", "idle"]), (3, ["other", "idle", "base"])):
+        victims = choose_victims([base, other, idle], count * GIB, 9 * GIB, budget)
+        assert [info.name for info in victims] == wanted
+    pinned = segment("pinned", source="shm:x@1", is_pinned=True)
+    assert [each.name for each in choose_victims([base, other, pinned], GIB, 9 * GIB, budget)] == [
+        "other"
+    ]
+    with pytest.raises(SharedMemoryFull):
+        choose_victims([base, other, pinned], 2 * GIB, 9 * GIB, budget)
 
 
 def test_memory_that_cannot_be_freed_is_not_the_budgets_refusal():

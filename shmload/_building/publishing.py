@@ -1,0 +1,310 @@
+"""`publish`: a finished pipeline or model under a name of its own, for all of a user's processes.
+
+A tensor whose bytes are those of a segment stays there, and the publication needs that segment. All
+others are copied once, into the publication's own segment, with the structure.
+"""
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from shmload._building.homecoming import watch
+from shmload._building.homes import Homes
+from shmload._building.mapped import Spans, hold_leases, map_ranges
+from shmload._building.structure import (
+    Region,
+    Structure,
+    Unpublishable,
+    put_together,
+    take_apart,
+)
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.header import Header, TensorSpec
+from shmload._checkpoints.library import whole_libraries
+from shmload._host.collector import paused_gc
+from shmload._host.memory import PAGE_NBYTES
+from shmload._host.procfs import has_own_pages
+from shmload._host.shm import write_at
+from shmload._loading.room import made_room, own_budget
+from shmload._segments.layout import lay_out
+from shmload._segments.metadata import make_metadata
+from shmload._segments.names import segment_names
+from shmload._segments.part import Part
+from shmload._segments.publications import Publication
+from shmload._segments.removal import attached
+from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.upkeep import digest_data
+from shmload._wording import format_nbytes, logger_of
+from shmload.errors import ArgumentError, NotPublishable, PublicationBroken
+
+if TYPE_CHECKING:
+    from shmload._host.descriptors import Inode
+
+logger = logger_of(__name__)
+
+_STRUCTURE = "structure"
+_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_RAW = "raw"
+# At a time: a part that is written grows steadily, and `shmload ls` shows how far it is.
+_BLOCK_NBYTES = 64 << 20
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a publication."""
+
+    name: str
+    version: int
+    """1 for the first under the name."""
+    nbytes: int
+    """Size of what was copied: the tensors that lie in no other segment, and the structure."""
+    shared_nbytes: int
+    """Size of the tensors that stay in the segments that they were loaded to."""
+    needs: tuple[str, ...]
+    """Names of these segments."""
+
+    @property
+    def source(self) -> str:
+        """What `load_pipeline`, `load_model` and the command line take: `shm:NAME@VERSION`."""
+        return Publication(self.name, self.version).source
+
+    def newest(self) -> str:
+        """Return the source of the newest version of the name.
+
+        Raises:
+            SegmentNotFound: none is there any more.
+        """
+        return Publication(self.name, None).find().source
+
+    def load(self) -> Any:
+        """Load this version, as `load_pipeline(self.source)` does."""
+        return load_published(self.source)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a region's bytes are."""
+
+    segment: int
+    """Index into `needs`; -1 for the publication's own segment."""
+    offset: int
+    """Offset in the file in bytes; of an own one, the number that is its name."""
+    nbytes: int
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What a publication's segment has beside the bytes of tensors."""
+
+    structure: Structure
+    regions: list[_Place]
+
+
+def publish(thing: Any, name: str) -> Published:
+    """Give a pipeline or a model, as it is now, a name in shared memory.
+
+    `load_pipeline("shm:NAME")` and `load_model(cls, "shm:NAME")` then return one like it, in any
+    process of this user, by attaching. Later changes to `thing` do not change it. The version is
+    pinned: it stays until `shmload rm shm:NAME@VERSION` or a reboot. Earlier versions of the name
+    lose their pins, and go when room is needed and no process uses them.
+
+    Args:
+        thing: a pipeline of diffusers, or a model. It is pickled without its weights: LoRA, fused
+            or loaded, quantised weights, schedulers and tokenizers are kept as they are. Weights on
+            devices are copied to the host. Of a compiled model, the original is published.
+        name: up to 100 letters, digits, `.`, `_` and `-`; `shm:` may stand before it.
+
+    Returns:
+        The version, with how much was copied.
+
+    Raises:
+        NotPublishable: a part of it cannot be kept, such as the hooks of an offloading call.
+        ArgumentError: the name is none, or has a version.
+        CapacityError: there is no room for what has to be copied.
+    """
+    asked = Publication.parse(name)
+    if asked.version is not None:
+        raise ArgumentError(f"{name!r}: publish gives the version; leave it out")
+    try:
+        apart = take_apart(thing)
+    except Unpublishable as exc:
+        raise NotPublishable(asked.source, str(exc)) from exc
+    with contextlib.ExitStack() as closing:
+        # Their leases last until the version is there, and no process can remove what it needs.
+        known = list(_attach_all(closing))
+        own, places, needs = _place(apart.regions, known)
+        record = msgspec.msgpack.encode(_Record(structure=apart.structure, regions=places))
+        version, part = asked.begin()
+        with part:
+            nbytes = _write(part, version, record, own, needs)
+    earlier = asked.versions()
+    for number, info in earlier.items():
+        if number < (version.version or 0) and info.is_pinned:
+            with attached(info.name) as segment:
+                if segment:
+                    segment.unpin()
+    shared = sum(place.nbytes for place in places if place.segment >= 0)
+    logger.info("published %s: %s copied", version.source, format_nbytes(nbytes))
+    return Published(
+        name=asked.name,
+        version=version.version or 0,
+        nbytes=nbytes,
+        shared_nbytes=shared,
+        needs=needs,
+    )
+
+
+def _attach_all(closing: contextlib.ExitStack) -> Iterator[Segment]:
+    """Attach the segments that this process may have mapped."""
+    for name in segment_names():
+        segment = attach(name)
+        if segment:
+            yield closing.enter_context(segment)
+
+
+def _place(
+    regions: Sequence[Region], known: Sequence[Segment]
+) -> tuple[list[Region], list[_Place], tuple[str, ...]]:
+    """Divide regions into those that a segment has, and the others.
+
+    Returns:
+        The others; the place of each region; the names of the segments that have some.
+    """
+    segments = {segment.inode: segment for segment in known}
+    spans = Spans(set(segments))
+    needs: dict[Inode, int] = {}
+    own: list[Region] = []
+    places = []
+    for region in regions:
+        mapping = spans.find_address(region.address)
+        end = region.address + region.nbytes
+        if mapping and end <= mapping.end:
+            offset = mapping.offset + region.address - mapping.start
+            if _is_unchanged(region, segments[mapping.inode], offset):
+                number = needs.setdefault(mapping.inode, len(needs))
+                places.append(_Place(number, offset, region.nbytes))
+                continue
+        places.append(_Place(-1, len(own), region.nbytes))
+        own.append(region)
+    return own, places, tuple(segments[inode].name for inode in needs)
+
+
+def _is_unchanged(region: Region, segment: Segment, offset: int) -> bool:
+    """Tell whether memory that is mapped from a segment still has the segment's bytes."""
+    begin = region.address // PAGE_NBYTES * PAGE_NBYTES
+    end = -(-(region.address + region.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+    if not has_own_pages(begin, end):
+        return True
+    # Another tensor in its first or last page may have been changed, or a value set as it was.
+    start = offset // PAGE_NBYTES * PAGE_NBYTES
+    mapped = map_ranges(segment.fd, [(start, offset + region.nbytes - start)])
+    stored = np.frombuffer(mapped, np.uint8, region.nbytes, offset - start)
+    return np.array_equal(stored, np.frombuffer(_memory(region), np.uint8))
+
+
+def _memory(region: Region) -> memoryview:
+    return memoryview((ctypes.c_uint8 * region.nbytes).from_address(region.address)).cast("B")
+
+
+def _write(
+    part: Part,
+    version: Publication,
+    record: bytes,
+    own: Sequence[Region],
+    needs: tuple[str, ...],
+) -> int:
+    """Write a version, pin it and give it its name; return its size in bytes."""
+    contents = {str(number): _memory(region) for number, region in enumerate(own)}
+    contents[_STRUCTURE] = memoryview(record)
+    specs = []
+    position = 0
+    for name, content in contents.items():
+        dtype = own[int(name)].dtype if name != _STRUCTURE else torch.uint8
+        stored = _DTYPES.get(str(dtype).removeprefix("torch."), "U8")
+        count = content.nbytes // (dtype.itemsize if stored != "U8" else 1)
+        specs.append(TensorSpec(name, stored, (count,), position, position + content.nbytes))
+        position += content.nbytes
+    header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
+    metadata = make_metadata(version.source, "", _RAW, needs)
+    layout = lay_out(header, lambda spec: spec.dtype, metadata)
+    with made_room(layout.nbytes, own_budget(), is_charged_here=True, is_cancelled=bool):
+        part.prepare(layout)
+    written = Segment(part.name, part.fd).read_header()
+    for spec in written.tensors:
+        content = contents[spec.name]
+        for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
+            at = written.data_offset + spec.begin + begin
+            write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
+    with part.publish(digest_data(part.fd, written), Stay.RESIDENT) as segment:
+        segment.pin()
+    return layout.nbytes
+
+
+def load_published(source: str, given: Mapping[str, object] | None = None) -> Any:
+    """Return the pipeline or model of a publication.
+
+    Its tensors are mapped copy-on-write from its segment and from those that it needs.
+
+    Args:
+        source: `shm:NAME`, for the newest version, or `shm:NAME@VERSION`.
+        given: the other arguments of the call; each must be None or False.
+
+    Raises:
+        SegmentNotFound: there is no such publication.
+        PublicationBroken: it cannot be loaded here; says why.
+        ArgumentError: an argument that a publication does not take.
+    """
+    if others := sorted(
+        name for name, value in (given or {}).items() if value not in (None, False)
+    ):
+        raise ArgumentError(
+            f"{source} is loaded as it was published: leave out {', '.join(others)}"
+        )
+    info = Publication.parse(source).find()
+    with contextlib.ExitStack() as closing:
+        segments = []
+        for name in (info.name, *info.needs):
+            segment = attach(name)
+            if segment is None:
+                raise PublicationBroken(info.source, f"its segment {name} is gone")
+            segment.touch()
+            segments.append(closing.enter_context(segment))
+        with whole_libraries(), paused_gc():
+            try:
+                thing = _build(segments)
+            except Exception as exc:  # whatever a class does when it is restored
+                raise PublicationBroken(info.source, f"{type(exc).__name__}: {exc}") from exc
+        spans = Spans({segment.inode for segment in segments})
+        parts = [thing, *vars(thing).values()]
+        hold_leases(parts, segments, spans)
+        homes = Homes(segments, spans)
+        for part in parts:
+            if isinstance(part, torch.nn.Module):
+                watch(part, homes)
+    return thing
+
+
+def _build(segments: Sequence[Segment]) -> Any:
+    """Build what the first of some segments has, over it and the others."""
+    own = segments[0].read_header()
+    specs = {spec.name: spec for spec in own.tensors}
+    mapped = [map_ranges(each.fd, [(0, each.nbytes)]) for each in segments]
+    at = own.data_offset + specs[_STRUCTURE].begin
+    record = msgspec.msgpack.decode(
+        memoryview(mapped[0])[at : at + specs[_STRUCTURE].nbytes], type=_Record
+    )
+    storages = []
+    for place in record.regions:
+        offset = place.offset
+        if place.segment < 0:
+            offset = own.data_offset + specs[str(place.offset)].begin
+        storages.append(_storage(mapped[place.segment + 1], offset, place.nbytes))
+    return put_together(record.structure, storages)
+
+
+def _storage(mapped: mmap.mmap, offset: int, nbytes: int) -> torch.UntypedStorage:
+    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)
+    return flat.untyped_storage()

@@ -1,0 +1,181 @@
+"""Versions of a publication: when they appear, what keeps them and what they need, and removal."""
+
+import gc
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from children import run_to_end
+
+import shmload
+from shmload._segments.publications import Publication
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+# Over a component that `saved` has made.
+BEGIN = """
+import os, signal, sys, torch, shmload
+model = shmload.load_model(
+    "AutoencoderKL", sys.argv[1], subfolder="vae", keep=True, progress=False)
+with torch.no_grad():
+    model.encoder.conv_in.weight.add_(1)
+"""
+
+
+@pytest.fixture
+def load(saved):
+    """Load a model whose weights are resident."""
+    return lambda: shmload.load_model(
+        "AutoencoderKL", saved("stable-diffusion"), subfolder="vae", keep=True, progress=False
+    )
+
+
+def published():
+    return [info.source for info in shmload.segments() if info.source.startswith("shm:")]
+
+
+def pinned():
+    return [info.source for info in shmload.segments() if info.is_pinned]
+
+
+def test_each_time_it_is_another_version(load):
+    model = load()
+    for number in (1, 2, 3):
+        with torch.no_grad():
+            model.encoder.conv_in.weight.fill_(number)
+        assert shmload.publish(model, "vae").version == number
+    other = shmload.publish(model, "vae-2")
+    assert (other.version, other.newest()) == (1, "shm:vae-2@1")
+    for source, value in (("shm:vae", 3), ("shm:vae@1", 1), ("shm:vae@3", 3)):
+        got = shmload.load_model("AutoencoderKL", source)
+        assert (got.encoder.conv_in.weight == value).all()
+
+
+def test_newest_version_alone_is_pinned(load):
+    model = load()
+    first = shmload.publish(model, "vae")
+    assert pinned() == ["shm:vae@1"]
+    shmload.publish(model, "vae")
+    assert pinned() == ["shm:vae@2"]
+    assert first.newest() == "shm:vae@2"
+
+
+def test_versions_that_are_begun_at_once_are_two():
+    begun = [Publication("vae", None).begin() for _ in range(2)]
+    assert [version.version for version, _ in begun] == [1, 2]
+    for _, part in begun:
+        part.close()
+    assert published() == []
+
+
+def test_publisher_that_is_killed_leaves_nothing_to_be_found(saved, child, shm_names):
+    killed = child(
+        f"""{BEGIN}
+from shmload._building import publishing
+publishing.digest_data = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)
+shmload.publish(model, "vae")
+""",
+        saved("stable-diffusion"),
+    )
+    killed.wait()
+    assert published() == []
+    assert [name for name in shm_names() if name.endswith(".part")]
+    with pytest.raises(shmload.SegmentNotFound):
+        shmload.load_model("AutoencoderKL", "shm:vae")
+    shmload.collect_garbage()
+    assert not [name for name in shm_names() if name.endswith(".part")]
+
+
+def test_version_outlives_its_publisher(saved, child):
+    builder = child(
+        f"{BEGIN}print(shmload.publish(model, 'vae').source, flush=True)", saved("stable-diffusion")
+    )
+    builder.expect("shm:vae@1")
+    builder.end()
+    shmload.collect_garbage()
+    assert published() == ["shm:vae@1"]
+    shmload.load_model("AutoencoderKL", "shm:vae@1")
+
+
+# What it needs ------------------------------------------------------------------------------------
+
+
+def test_segment_that_is_needed_stays(load, saved):
+    model = load()
+    shmload.publish(model, "vae")
+    del model
+    gc.collect()
+    source = saved("stable-diffusion")
+    with pytest.raises(shmload.SegmentBusy, match="by the publication shm:vae@1; `shmload rm"):
+        shmload.evict(source)
+    (base,) = (info for info in shmload.segments() if info.source.startswith(str(source)))
+    assert base.needed_by == ("shm:vae@1",)
+    shmload.evict("shm:vae")
+    shmload.evict(source)
+    assert not shmload.segments()
+
+
+def test_both_go_in_one_call(load, saved):
+    model = load()
+    shmload.publish(model, "vae")
+    del model
+    gc.collect()
+    assert len(shmload.evict("shm:vae@1", saved("stable-diffusion"))) == 2
+
+
+def test_segment_of_a_changed_file_stays_while_it_is_needed(copied, new_child):
+    source = copied("stable-diffusion")
+    builder = new_child(f"{BEGIN}print(shmload.publish(model, 'vae').source, flush=True)", source)
+    builder.expect("shm:vae@1")
+    assert builder.wait() == 0
+    shutil.rmtree(source / "vae")
+    assert shmload.collect_garbage() == []
+    model = shmload.load_model("AutoencoderKL", "shm:vae")
+    assert model.encoder.conv_in.weight.abs().sum() > 0
+    del model
+    gc.collect()
+    assert len(shmload.evict("shm:vae")) == len(shmload.collect_garbage()) == 1
+
+
+def test_publication_whose_segment_was_unlinked_is_broken(load):
+    model = load()
+    made = shmload.publish(model, "vae")
+    os.unlink(f"/dev/shm/{made.needs[0]}")
+    with pytest.raises(shmload.PublicationBroken, match=f"its segment {made.needs[0]} is gone"):
+        shmload.load_model("AutoencoderKL", "shm:vae")
+
+
+def test_other_versions_of_the_libraries_are_refused(load, monkeypatch):
+    model = load()
+    shmload.publish(model, "vae")
+    monkeypatch.setattr("diffusers.__version__", "0.1")
+    with pytest.raises(shmload.PublicationBroken, match=r"published with diffusers .*here is 0\.1"):
+        shmload.load_model("AutoencoderKL", "shm:vae")
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def test_commands_know_it(load, tmp_path):
+    shmload.publish(load(), "vae")
+    gc.collect()
+
+    def run(*arguments):
+        done = run_to_end([sys.executable, "-m", "shmload", *arguments])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "shm:vae@1" in run("ls")
+    run("unpin", "shm:vae")
+    assert pinned() == []
+    run("save", "shm:vae", str(tmp_path / "saved"))
+    saved = shmload.load_model("AutoencoderKL", tmp_path / "saved")
+    got = shmload.load_model("AutoencoderKL", "shm:vae")
+    wanted = got.state_dict()
+    assert all(torch.equal(wanted[key], each) for key, each in saved.state_dict().items())
+    del got, wanted
+    gc.collect()
+    assert "removed" in run("rm", "shm:vae@1")
+    assert published() == []
