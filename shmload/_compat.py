@@ -393,6 +393,6 @@ def define_apply() -> None:
     if not hasattr(PreTrainedModel, "initialize_weights"):  # an older one
         return
     empty: Any = torch.nn.Module()
-    empty._initialize_weights = lambda module, is_custom: None
+    empty._initialize_weights = lambda *_: None  # 4.57 passes one argument, 5 two
     empty.is_custom_code = lambda: False
     PreTrainedModel.initialize_weights(empty)
