@@ -1,8 +1,8 @@
 """Find the files that hold the weights of a directory or file.
 
-Follows what diffusers 0.35 to 0.42 and transformers 4.57 to 5.23 do with a local directory. If a
-file is overlooked here, the library reads it itself, which is slower; an extra file is decoded for
-nothing. The model is right either way.
+Follows what diffusers and transformers do with a local directory, in the releases of
+`_version.TESTED`. If a file is overlooked here, the library reads it itself, which is slower; an
+extra file is decoded for nothing. The model is right either way.
 """
 
 import os

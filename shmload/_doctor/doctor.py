@@ -5,6 +5,7 @@ Guarantee: nothing changes, except that a file that was read is in the page cach
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -13,6 +14,8 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from packaging.version import Version
 
 from shmload._checkpoints.library import library
 from shmload._checkpoints.remote import is_url
@@ -50,6 +53,7 @@ from shmload._settings import (
     unknown_variables,
     worker_count,
 )
+from shmload._version import TESTED
 from shmload.errors import LibraryMissing, ProtocolError, ServiceError, ShmloadError, UnknownDtype
 from shmload.workers.reader import FillError
 
@@ -70,7 +74,7 @@ def diagnose(source: str | None = None, dtype: object = None) -> Iterator[Findin
     """
     settings()  # now: a mistake must not come after some of the findings
     planned = _plan(source, dtype) if source is not None else None
-    rows = [_machine(planned), _devices()]
+    rows = [_machine(planned), _libraries(), _devices()]
     if source is not None and planned is not None:
         rows.insert(1, _source(source, dtype, planned))
     for name, (state, detail, remedy) in itertools.chain.from_iterable(rows):
@@ -212,6 +216,23 @@ def _files(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:
         workers = worker_count(parent_is_busy=False)
         yield "reading", checks.reading(choose_reading(speed.facts, workers), workers)
         yield "read speed", checks.read_speed(source, speed, cached, len(shards), dtype)
+
+
+def _libraries() -> _Rows:
+    found: dict[str, str] = {}
+    for name in TESTED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    newer = {
+        name: TESTED[name][1]
+        for name, version in found.items()
+        if Version(version).release[:2] > Version(TESTED[name][1]).release
+    }
+    detail = ", ".join(map(" ".join, found.items())) or "none is installed"
+    if newer:
+        detail += f"; tested up to {', '.join(map(' '.join, newer.items()))}"
+    pins = " ".join(f"'{name}~={newest}.0'" for name, newest in newer.items())
+    yield "libraries", ("warn" if newer else "ok", detail, f"pip install {pins}")
 
 
 def _devices() -> _Rows:

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from statuses import STATUS
 
@@ -17,6 +18,7 @@ from shmload._host.descriptors import try_lock
 from shmload._host.shm import SHM_DIR, shm_open
 from shmload._segments.names import name_prefix, part_name
 from shmload._segments.upkeep import collect_garbage, find_garbage
+from shmload._version import TESTED
 from shmload.errors import ArgumentError, UnknownDtype
 
 # Leftovers ----------------------------------------------------------------------------------------
@@ -84,6 +86,7 @@ def test_everything_is_examined_and_has_its_say(examine):
         "open files",
         "kernel",
         "service",
+        "libraries",
         "devices",
     ]
     for finding in found.values():
@@ -257,6 +260,22 @@ def test_machine_without_shared_memory_is_bad(examine, monkeypatch, tmp_path):
     found = examine()
     assert found["shared memory"].state == "bad"
     assert "leftovers" not in found
+
+
+def test_library_that_is_newer_than_those_of_the_tests_is_named(examine, monkeypatch):
+    assert examine()["libraries"].state == "ok"
+    monkeypatch.setitem(TESTED, "transformers", ("4.0", "4.2"))
+    monkeypatch.setitem(TESTED, "no-such-package", ("1.0", "1.1"))
+    found = examine()["libraries"]
+    version = transformers.__version__
+    assert found.state == "warn"
+    assert found.detail.endswith(f", transformers {version}; tested up to transformers 4.2")
+    assert found.remedy == "pip install 'transformers~=4.2.0'"
+
+
+def test_libraries_need_not_be_there(examine, monkeypatch):
+    monkeypatch.setattr(doctor, "TESTED", {"no-such-package": ("1.0", "1.1")})
+    assert examine()["libraries"] == Finding("libraries", "ok", "none is installed")
 
 
 @pytest.mark.parametrize(
