@@ -136,6 +136,9 @@ def publish(thing: Any, name: str) -> Published:
         # Their leases last until the version is there, and no process can remove what it needs.
         known = list(_attach_all(closing))
         own, places, needs = _place(apart.regions, known)
+        for segment in known:
+            if segment.name in needs:
+                segment.keep()  # else a shared one would go with its last user
         record = msgspec.msgpack.encode(_Record(structure=apart.structure, regions=places))
         version, part = asked.begin()
         with part:

@@ -151,6 +151,8 @@ class _Pickler(pickle.Pickler):
             return self._reduce_tensor(obj)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
             raise Unpublishable(f"a tokenizer with its own {', '.join(vars(obj))}")
+        if isinstance(obj, types.MethodType) and not isinstance(obj.__self__, type):
+            return _bind, (obj.__func__, obj.__self__)  # by name it may be another one by now
         if (original := original_of_compiled(obj)) is not None:
             return _same, (original,)
         return NotImplemented
@@ -231,6 +233,10 @@ def _unflatten(
     made.requires_grad_(requires_grad)
     vars(made).update(attributes)
     return made
+
+
+def _bind(function: Any, owner: Any) -> types.MethodType:
+    return types.MethodType(function, owner)
 
 
 def _same(thing: Any) -> Any:

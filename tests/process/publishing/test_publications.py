@@ -117,6 +117,22 @@ def test_segment_that_is_needed_stays(load, saved):
     assert not shmload.segments()
 
 
+def test_shared_segment_that_is_needed_becomes_resident(saved):
+    model = shmload.load_model(
+        "AutoencoderKL",
+        saved("stable-diffusion", "bfloat16"),
+        subfolder="vae",
+        share=True,
+        dtype="float32",
+        progress=False,
+    )
+    made = shmload.publish(model, "vae")
+    assert made.needs
+    del model
+    gc.collect()
+    shmload.load_model("AutoencoderKL", "shm:vae")
+
+
 def test_both_go_in_one_call(load, saved):
     model = load()
     shmload.publish(model, "vae")
