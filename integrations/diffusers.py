@@ -16,7 +16,7 @@ from shmload._building import prepared
 from shmload._building.attempt import load
 from shmload._building.maker import Maker
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
-from shmload._building.route import Keep, Options, require_readable
+from shmload._building.route import Keep, Options, may_be_kept, require_readable
 from shmload._building.single_file import SinglePipelineMaker, bring_single_file, is_single_file
 from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.library import whole_libraries
@@ -203,7 +203,15 @@ def load_pipeline(
     if connected is not None:
         kwargs |= connected
         request = None  # its files are not looked at before one that is ready is taken
-    pipe: DiffusionPipeline = load(found, maker, dtype, options, kwargs, title=wanted.title)
+
+    def load_now() -> Any:
+        return load(found, maker, dtype, options, kwargs, title=wanted.title)
+
+    if may_be_kept(options, kwargs):
+        from shmload._building.once import load_once
+
+        return load_once(load_now, pipeline_class, found, maker, dtype, kwargs)
+    pipe = load_now()
     prepared.note(request, imported)
     return pipe
 

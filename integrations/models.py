@@ -12,7 +12,7 @@ from shmload._building.attempt import load
 from shmload._building.blocks_maker import maker_of_file
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
-from shmload._building.route import Keep, Options, require_readable
+from shmload._building.route import Keep, Options, may_be_kept, require_readable
 from shmload._building.single_file import bring_single_file, is_single_file
 from shmload._checkpoints.wanted import Wanted
 from shmload._loading.progress import Callback
@@ -123,7 +123,15 @@ def load_model(
         else:
             maker = ModelMaker(cls, takes_path=not isinstance(source, str))
         found, dtype = maker.find(wanted, kwargs, load_model)
-        return load(found, maker, dtype, options, kwargs, title=wanted.title)
+
+        def load_now() -> Any:
+            return load(found, maker, dtype, options, kwargs, title=wanted.title)
+
+        if not may_be_kept(options, kwargs):
+            return load_now()
+        from shmload._building.once import load_once
+
+        return load_once(load_now, cls, found, maker, dtype, kwargs)
 
 
 def _name_of(cls: type | str) -> str:

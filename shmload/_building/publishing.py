@@ -128,6 +128,26 @@ def publish(thing: Any, name: str) -> Published:
     asked = Publication.parse(name)
     if asked.version is not None:
         raise ArgumentError(f"{name!r}: publish gives the version; leave it out")
+    made = publish_version(thing, asked, is_pinned=True)
+    for number, info in asked.versions().items():
+        if number < made.version and info.is_pinned:
+            with attached(info.name) as segment:
+                if segment:
+                    segment.unpin()
+    return made
+
+
+def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Published:
+    """Publish a pipeline or a model, and leave the earlier versions as they are.
+
+    Args:
+        thing: as for `publish`.
+        asked: the name.
+        is_pinned: whether it is never evicted.
+
+    Raises:
+        NotPublishable, CapacityError: as `publish`.
+    """
     try:
         apart = take_apart(thing)
     except Unpublishable as exc:
@@ -142,13 +162,7 @@ def publish(thing: Any, name: str) -> Published:
         record = msgspec.msgpack.encode(_Record(structure=apart.structure, regions=places))
         version, part = asked.begin()
         with part:
-            nbytes = _write(part, version, record, own, needs)
-    earlier = asked.versions()
-    for number, info in earlier.items():
-        if number < (version.version or 0) and info.is_pinned:
-            with attached(info.name) as segment:
-                if segment:
-                    segment.unpin()
+            nbytes = _write(part, version, record, own, needs, is_pinned=is_pinned)
     shared = sum(place.nbytes for place in places if place.segment >= 0)
     logger.info("published %s: %s copied", version.source, format_nbytes(nbytes))
     return Published(
@@ -218,8 +232,10 @@ def _write(
     record: bytes,
     own: Sequence[Region],
     needs: tuple[str, ...],
+    *,
+    is_pinned: bool,
 ) -> int:
-    """Write a version, pin it and give it its name; return its size in bytes."""
+    """Write a version and give it its name; return its size in bytes."""
     contents = {str(number): _memory(region) for number, region in enumerate(own)}
     contents[_STRUCTURE] = memoryview(record)
     specs = []
@@ -242,7 +258,8 @@ def _write(
             at = written.data_offset + spec.begin + begin
             write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
     with part.publish(digest_data(part.fd, written), Stay.RESIDENT) as segment:
-        segment.pin()
+        if is_pinned:
+            segment.pin()
     return layout.nbytes
 
 

@@ -139,6 +139,12 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
     _destination(options, kwargs.get("offload_folder", "")).require_present()
 
 
+def may_be_kept(options: Options, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether what the library quantises may be kept for other processes (`once`)."""
+    is_resident = options.keep is True and options.device_map is None
+    return is_resident and any(map(kwargs.get, QUANTISING_KEYWORDS))
+
+
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the library quantises weights, or loads some that are quantised."""
     return any(map(kwargs.get, QUANTISING_KEYWORDS)) or any(

@@ -1,0 +1,142 @@
+"""Loads whose weights the library quantises: made once, and attached by all later processes.
+
+The first process has the library quantise, and publishes the result under a name that is made of
+all that it depends on. A publication by other releases of the libraries does not fit, and is made
+anew.
+"""
+
+import contextlib
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
+from shmload._building.maker import Maker
+from shmload._building.publishing import load_published, publish_version
+from shmload._checkpoints.source import Source
+from shmload._host.fingerprint import files_below, fingerprint
+from shmload._segments.names import SCHEME, wait_turn
+from shmload._segments.publications import Publication
+from shmload._settings import settings
+from shmload._wording import logger_of
+from shmload.errors import NotPublishable, PublicationBroken, SegmentNotFound
+
+logger = logger_of(__name__)
+
+_DIGEST_NBYTES = 8
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
+_MOST_NCHARS = 60
+
+
+class _Unknown(Exception):
+    """A value of which it is not known what it depends on."""
+
+
+def load_once(
+    load: Callable[[], Any],
+    cls: type | str | None,
+    source: Source,
+    maker: Maker,
+    dtype: object,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return what a load makes; if it quantises and is to be kept, made by one process alone.
+
+    Args:
+        load: makes it.
+        cls: the class that was asked for, or its name; None for the source's own.
+        source: what is loaded.
+        maker: of it.
+        dtype: as given.
+        kwargs: for `from_pretrained`.
+    """
+    name = _name_of(cls, source, maker, dtype, kwargs)
+    if name is None:
+        return load()
+    with _turn(name) as is_mine:
+        with contextlib.suppress(SegmentNotFound):
+            try:
+                return load_published(f"{SCHEME}{name}")
+            except PublicationBroken as exc:
+                logger.info("%s: quantised again: %s", source.given, exc)
+        made = load()
+        if not is_mine:
+            return made
+        try:
+            published = publish_version(made, Publication(name, None), is_pinned=False)
+        except NotPublishable as exc:
+            logger.warning("%s: each process quantises it: %s", source.given, exc)
+            return made
+        return published.load()  # the one copy; what was made goes
+
+
+@contextlib.contextmanager
+def _turn(name: str) -> Iterator[bool]:
+    """Wait until no other process makes this; it does not matter much if one is too slow."""
+    with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
+        yield is_mine
+
+
+def _name_of(
+    cls: type | str | None,
+    source: Source,
+    maker: Maker,
+    dtype: object,
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """Return a name that other loads have exactly if they make the same; None if there is none."""
+    if maker.keeps_blocks:  # its segments have the blocks
+        return None
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if not given.keys() <= QUANTISING_KEYWORDS | FINDING_KEYWORDS:
+        return None
+    root = source.root
+    files = files_below(root) if root.is_dir() else {str(root): fingerprint(root)}
+    facts = {
+        "class": [type(maker).__name__, cls, source.class_name],
+        "source": os.path.realpath(root),
+        # Components that are left out are there as None.
+        "components": [source.components, source.shards, source.unread, sorted(kwargs)],
+        "files": sorted(files.items()),
+        "dtype": dtype,
+        "default": torch.get_default_dtype(),
+        "given": given,
+    }
+    try:
+        text = json.dumps(facts, default=_plain, sort_keys=True)
+    except (_Unknown, TypeError, ValueError):
+        return None
+    label = _UNFIT.sub("-", root.name).strip("-.")[:_MOST_NCHARS] or "model"
+    return f"{label}.quantised-{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Return a value for JSON that is equal exactly if this one is.
+
+    Raises:
+        _Unknown: it is not known what belongs to it.
+    """
+    if isinstance(value, type) and value.__module__ != "__main__":
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.dtype | Path):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return [type(value).__name__, value.name]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__module__.partition(".")[0] in ("__main__", "builtins"):
+        raise _Unknown
+    return [f"{type(value).__module__}.{type(value).__qualname__}", vars(value)]
