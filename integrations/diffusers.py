@@ -24,11 +24,10 @@ from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import Source
-from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted
+from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted, is_publication
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.load import Load
 from shmload._loading.progress import Callback, Progress
-from shmload._segments.names import is_publication
 from shmload._segments.segment import Stay
 from shmload._wording import logger_of
 from shmload.errors import (

@@ -14,9 +14,8 @@ from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
 from shmload._building.route import Keep, Options, may_be_kept, require_readable
 from shmload._building.single_file import bring_single_file, is_single_file
-from shmload._checkpoints.wanted import Wanted
+from shmload._checkpoints.wanted import Wanted, is_publication
 from shmload._loading.progress import Callback
-from shmload._segments.names import is_publication
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -92,8 +91,10 @@ def load_model(
             "max_host_memory": max_host_memory,
         }
         model = load_published(str(source), given | from_pretrained_kwargs)
-        if cls not in (*type(model).__mro__, *(each.__name__ for each in type(model).__mro__)):
-            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {_name_of(cls)}")
+        name = _name_of(cls).rpartition(".")[2]
+        names = {each.__name__ for each in type(model).__mro__}
+        if name not in names and not name.startswith("AutoModel"):
+            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {name}")
         return model
     options = Options(
         device_map=device_map,

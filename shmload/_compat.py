@@ -157,8 +157,7 @@ def wrap_pins(note: "Callable[[Iterable[torch.nn.Module]], None]") -> None:
     Args:
         note: gets the modules of one group, once they have been copied.
     """
-    groups = sys.modules.get("diffusers.hooks.group_offloading")
-    group = getattr(groups, "ModuleGroup", None)
+    group = find("diffusers.hooks.group_offloading:ModuleGroup")
     of_diffusers = getattr(group, "_init_cpu_param_dict", None)
     if group is None or of_diffusers is None:
         return

@@ -19,7 +19,7 @@ import torch
 from shmload._building.effects import Message, say
 from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
-from shmload._building.keywords import FINDING_KEYWORDS
+from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.libraries import (
     Said,
     empties,
@@ -291,6 +291,8 @@ class Build:
     def _reads_at_once(self) -> bool:
         """Whether the library reads weights while it builds: it casts, joins or copies them."""
         is_asked = "device_map" in self._kwargs or self._maker.reads_weights
+        if not self._maker.keeps_blocks:
+            is_asked |= any(map(self._kwargs.get, QUANTISING_KEYWORDS))
         return is_asked or self._load.holdings.leaves_casts
 
     def _from_view(

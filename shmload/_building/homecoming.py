@@ -13,6 +13,7 @@ of its segment is mapped from the segment anew, and nothing is copied from the d
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ def watch(model: torch.nn.Module, homes: Homes) -> None:
     A copy of it moves as ever.
     """
     _watch_moves()
+    _watch_pins()
     for module in modules_of(model):
         _watched.setdefault(module, homes)  # else it came from an earlier load
 
@@ -62,6 +64,16 @@ def _watch_moves() -> None:
     threads may do it twice: a move that is watched is not watched again.
     """
     wrap_moves(_context_of)
+
+
+def _watch_pins() -> None:
+    """Have what diffusers pins be told, as soon as diffusers is imported."""
+    if "diffusers" in sys.modules:
+        _wrap_pins()
+
+
+@functools.cache
+def _wrap_pins() -> None:
     wrap_pins(_say_what_is_pinned)
 
 

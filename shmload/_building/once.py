@@ -21,8 +21,9 @@ from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
 from shmload._building.publishing import load_published, publish_version
 from shmload._checkpoints.source import Source
+from shmload._checkpoints.wanted import SCHEME
 from shmload._host.fingerprint import files_below, fingerprint
-from shmload._segments.names import SCHEME, wait_turn
+from shmload._segments.names import wait_turn
 from shmload._segments.publications import Publication
 from shmload._settings import settings
 from shmload._wording import logger_of
@@ -70,7 +71,7 @@ def load_once(
         if not is_mine:
             return made
         try:
-            published = publish_version(made, Publication(name, None), is_pinned=False)
+            published = publish_version(made, Publication(name), is_pinned=False)
         except NotPublishable as exc:
             logger.warning("%s: each process quantises it: %s", source.given, exc)
             return made
@@ -100,7 +101,7 @@ def _name_of(
     root = source.root
     files = files_below(root) if root.is_dir() else {str(root): fingerprint(root)}
     facts = {
-        "class": [type(maker).__name__, cls, source.class_name],
+        "class": [type(maker).__name__, maker.name or cls, source.class_name],
         "source": os.path.realpath(root),
         # Components that are left out are there as None.
         "components": [source.components, source.shards, source.unread, sorted(kwargs)],

@@ -6,9 +6,8 @@ others are copied once, into the publication's own segment, with the structure.
 
 import contextlib
 import ctypes
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -18,9 +17,9 @@ from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
 from shmload._building.mapped import Spans, hold_leases, map_ranges
 from shmload._building.structure import (
+    CannotKeep,
     Region,
     Structure,
-    Unpublishable,
     put_together,
     take_apart,
 )
@@ -28,6 +27,7 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
+from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import has_own_pages
 from shmload._host.shm import write_at
@@ -37,20 +37,19 @@ from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_names
 from shmload._segments.part import Part
 from shmload._segments.publications import Publication
-from shmload._segments.removal import attached
-from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.removal import attached, give_back
+from shmload._segments.segment import Segment, Stay, attach, peek
 from shmload._segments.upkeep import digest_data
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, NotPublishable, PublicationBroken
-
-if TYPE_CHECKING:
-    from shmload._host.descriptors import Inode
 
 logger = logger_of(__name__)
 
 _STRUCTURE = "structure"
 _DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _RAW = "raw"
+# Their names lie in the header's text, whose length is limited.
+_MOST_NEEDED = 400
 # At a time: a part that is written grows steadily, and `shmload ls` shows how far it is.
 _BLOCK_NBYTES = 64 << 20
 
@@ -79,7 +78,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             SegmentNotFound: none is there any more.
         """
-        return Publication(self.name, None).find().source
+        return Publication(self.name).newest().source
 
     def load(self) -> Any:
         """Load this version, as `load_pipeline(self.source)` does."""
@@ -129,11 +128,11 @@ def publish(thing: Any, name: str) -> Published:
     if asked.version is not None:
         raise ArgumentError(f"{name!r}: publish gives the version; leave it out")
     made = publish_version(thing, asked, is_pinned=True)
-    for number, info in asked.versions().items():
-        if number < made.version and info.is_pinned:
-            with attached(info.name) as segment:
-                if segment:
-                    segment.unpin()
+    *earlier, _ = asked.versions().values() or [""]
+    for name in earlier:
+        with attached(name) as segment:
+            if segment:
+                segment.unpin()
     return made
 
 
@@ -148,65 +147,89 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
     Raises:
         NotPublishable, CapacityError: as `publish`.
     """
+    if not isinstance(thing, torch.nn.Module) and not hasattr(thing, "components"):
+        raise ArgumentError(f"a {type(thing).__name__} is neither a pipeline nor a model")
     try:
         apart = take_apart(thing)
-    except Unpublishable as exc:
-        raise NotPublishable(asked.source, str(exc)) from exc
-    with contextlib.ExitStack() as closing:
-        # Their leases last until the version is there, and no process can remove what it needs.
-        known = list(_attach_all(closing))
-        own, places, needs = _place(apart.regions, known)
-        for segment in known:
-            if segment.name in needs:
-                segment.keep()  # else a shared one would go with its last user
+        # What cannot be restored here would be restored nowhere.
+        put_together(apart.structure, [_storage(_memory(each)) for each in apart.regions])
+    except Exception as exc:  # whatever a class does when it is restored
+        reason = str(exc) if isinstance(exc, CannotKeep) else f"{type(exc).__name__}: {exc}"
+        raise NotPublishable(asked.source, reason) from exc
+    with _Lenders() as lenders:
+        own, places = _place(apart.regions, lenders)
+        needs = lenders.keep()
+        if len(needs) > _MOST_NEEDED:
+            raise NotPublishable(asked.source, f"it needs {len(needs)} segments")
         record = msgspec.msgpack.encode(_Record(structure=apart.structure, regions=places))
-        version, part = asked.begin()
+        number, part = asked.begin()
         with part:
-            nbytes = _write(part, version, record, own, needs, is_pinned=is_pinned)
+            source = Publication(asked.name, number).source
+            nbytes = _write(part, source, record, own, needs, is_pinned=is_pinned)
     shared = sum(place.nbytes for place in places if place.segment >= 0)
-    logger.info("published %s: %s copied", version.source, format_nbytes(nbytes))
+    logger.info("published %s: %s copied", source, format_nbytes(nbytes))
     return Published(
         name=asked.name,
-        version=version.version or 0,
+        version=number,
         nbytes=nbytes,
         shared_nbytes=shared,
         needs=needs,
     )
 
 
-def _attach_all(closing: contextlib.ExitStack) -> Iterator[Segment]:
-    """Attach the segments that this process may have mapped."""
-    for name in segment_names():
-        segment = attach(name)
-        if segment:
-            yield closing.enter_context(segment)
+class _Lenders:
+    """The segments that have tensors of a publication.
 
-
-def _place(
-    regions: Sequence[Region], known: Sequence[Segment]
-) -> tuple[list[Region], list[_Place], tuple[str, ...]]:
-    """Divide regions into those that a segment has, and the others.
-
-    Returns:
-        The others; the place of each region; the names of the segments that have some.
+    Inside the block it has leases on those that were asked for, so that no process removes them
+    before the publication that needs them is there.
     """
-    segments = {segment.inode: segment for segment in known}
-    spans = Spans(set(segments))
-    needs: dict[Inode, int] = {}
+
+    def __init__(self) -> None:
+        self._names: dict[Inode, str] = {}
+        for segment in filter(None, map(peek, segment_names())):
+            with segment:
+                self._names[segment.inode] = segment.name
+        self.spans = Spans(set(self._names))
+        self._segments: dict[Inode, Segment] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for segment in self._segments.values():
+            give_back(segment)
+
+    def attach(self, inode: Inode) -> tuple[int, Segment] | None:
+        """Return the number of a segment, and the segment; None if it has gone."""
+        if inode not in self._segments:
+            segment = attach(self._names[inode])
+            if segment is None:
+                return None
+            self._segments[inode] = segment
+        return list(self._segments).index(inode), self._segments[inode]
+
+    def keep(self) -> tuple[str, ...]:
+        """Make them resident, since a shared one would go with its last user; return the names."""
+        for segment in self._segments.values():
+            segment.keep()
+        return tuple(segment.name for segment in self._segments.values())
+
+
+def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], list[_Place]]:
+    """Return the regions that no segment has, and the place of each region."""
     own: list[Region] = []
     places = []
     for region in regions:
-        mapping = spans.find_address(region.address)
-        end = region.address + region.nbytes
-        if mapping and end <= mapping.end:
+        mapping = lenders.spans.find_address(region.address)
+        if mapping and region.address + region.nbytes <= mapping.end:
             offset = mapping.offset + region.address - mapping.start
-            if _is_unchanged(region, segments[mapping.inode], offset):
-                number = needs.setdefault(mapping.inode, len(needs))
-                places.append(_Place(number, offset, region.nbytes))
+            found = lenders.attach(mapping.inode)
+            if found and _is_unchanged(region, found[1], offset):
+                places.append(_Place(found[0], offset, region.nbytes))
                 continue
         places.append(_Place(-1, len(own), region.nbytes))
         own.append(region)
-    return own, places, tuple(segments[inode].name for inode in needs)
+    return own, places
 
 
 def _is_unchanged(region: Region, segment: Segment, offset: int) -> bool:
@@ -228,7 +251,7 @@ def _memory(region: Region) -> memoryview:
 
 def _write(
     part: Part,
-    version: Publication,
+    source: str,
     record: bytes,
     own: Sequence[Region],
     needs: tuple[str, ...],
@@ -247,7 +270,7 @@ def _write(
         specs.append(TensorSpec(name, stored, (count,), position, position + content.nbytes))
         position += content.nbytes
     header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
-    metadata = make_metadata(version.source, "", _RAW, needs)
+    metadata = make_metadata(source, "", _RAW, needs)
     layout = lay_out(header, lambda spec: spec.dtype, metadata)
     with made_room(layout.nbytes, own_budget(), is_charged_here=True, is_cancelled=bool):
         part.prepare(layout)
@@ -257,9 +280,7 @@ def _write(
         for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
             at = written.data_offset + spec.begin + begin
             write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
-    with part.publish(digest_data(part.fd, written), Stay.RESIDENT) as segment:
-        if is_pinned:
-            segment.pin()
+    part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_pinned).close()
     return layout.nbytes
 
 
@@ -277,26 +298,30 @@ def load_published(source: str, given: Mapping[str, object] | None = None) -> An
         PublicationBroken: it cannot be loaded here; says why.
         ArgumentError: an argument that a publication does not take.
     """
+    asked = given or {}
     if others := sorted(
-        name for name, value in (given or {}).items() if value not in (None, False)
+        name for name, value in asked.items() if value is not None and value is not False
     ):
         raise ArgumentError(
             f"{source} is loaded as it was published: leave out {', '.join(others)}"
         )
-    info = Publication.parse(source).find()
+    version, own = Publication.parse(source).attach()
     with contextlib.ExitStack() as closing:
-        segments = []
-        for name in (info.name, *info.needs):
+        segments = [closing.enter_context(own)]
+        own.touch()
+        for name in own.read_metadata().needs:
             segment = attach(name)
             if segment is None:
-                raise PublicationBroken(info.source, f"its segment {name} is gone")
+                raise PublicationBroken(version.source, f"its segment {name} is gone")
             segment.touch()
             segments.append(closing.enter_context(segment))
         with whole_libraries(), paused_gc():
             try:
                 thing = _build(segments)
+            except (OSError, MemoryError):
+                raise
             except Exception as exc:  # whatever a class does when it is restored
-                raise PublicationBroken(info.source, f"{type(exc).__name__}: {exc}") from exc
+                raise PublicationBroken(version.source, f"{type(exc).__name__}: {exc}") from exc
         spans = Spans({segment.inode for segment in segments})
         parts = [thing, *vars(thing).values()]
         hold_leases(parts, segments, spans)
@@ -321,10 +346,10 @@ def _build(segments: Sequence[Segment]) -> Any:
         offset = place.offset
         if place.segment < 0:
             offset = own.data_offset + specs[str(place.offset)].begin
-        storages.append(_storage(mapped[place.segment + 1], offset, place.nbytes))
+        content = memoryview(mapped[place.segment + 1])[offset : offset + place.nbytes]
+        storages.append(_storage(content))
     return put_together(record.structure, storages)
 
 
-def _storage(mapped: mmap.mmap, offset: int, nbytes: int) -> torch.UntypedStorage:
-    flat = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)
-    return flat.untyped_storage()
+def _storage(content: memoryview) -> torch.UntypedStorage:
+    return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()

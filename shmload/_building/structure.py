@@ -27,7 +27,7 @@ from shmload._compat import (
     wrap_decode,
 )
 
-_Part = tuple[int, int]
+_Spot = tuple[int, int]
 # Of parts within parts, below which what cannot be kept is not looked for.
 _MOST_LEVELS = 20
 
@@ -37,7 +37,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
 
     pickled: bytes
     """The pickle; a persistent id is an index into `places`."""
-    places: list[_Part]
+    places: list[_Spot]
     """Of each tensor: its region, and where it begins there, in bytes."""
     packages: dict[str, str]
     """The versions of the packages whose classes are pickled."""
@@ -53,7 +53,7 @@ class Region(NamedTuple):
     """Of the first tensor in it; of bytes if they differ."""
 
 
-class Unpublishable(Exception):
+class CannotKeep(Exception):
     """Raised with the path of what cannot be kept, and why."""
 
 
@@ -74,7 +74,7 @@ def take_apart(thing: Any) -> Apart:
         thing: it stays as it is. Tensors on devices are copied to the host.
 
     Raises:
-        Unpublishable: a part of it cannot be kept.
+        CannotKeep: a part of it cannot be kept.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -82,8 +82,11 @@ def take_apart(thing: Any) -> Apart:
         pickler.dump(thing)
     except Exception as exc:
         path, reason = _find_culprit(thing, exc)
-        raise Unpublishable(f"{path}: {reason}" if path else reason) from exc
+        raise CannotKeep(f"{path}: {reason}" if path else reason) from exc
     regions, places = _merge(pickler.tensors)
+    for tensor, (_, offset) in zip(pickler.tensors, places, strict=True):
+        if offset % tensor.itemsize:
+            raise CannotKeep("tensors of several dtypes that overlap by parts of an element")
     structure = Structure(
         pickled=buffer.getvalue(), places=places, packages=_versions(pickler.packages)
     )
@@ -143,14 +146,14 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, type | types.FunctionType):
             package = str(obj.__module__).partition(".")[0]
             if package in ("__main__", "__mp_main__"):
-                raise Unpublishable(f"{obj.__qualname__} is of the program itself: import it")
+                raise CannotKeep(f"{obj.__qualname__} is of the program itself: import it")
             self.packages.add(package)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
-            raise Unpublishable(f"a tokenizer with its own {', '.join(vars(obj))}")
+            raise CannotKeep(f"a tokenizer with its own {', '.join(vars(obj))}")
         if isinstance(obj, types.MethodType) and not isinstance(obj.__self__, type):
             return _bind, (obj.__func__, obj.__self__)  # by name it may be another one by now
         if (original := original_of_compiled(obj)) is not None:
@@ -159,9 +162,9 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
-            raise Unpublishable("a tensor without bytes")
+            raise CannotKeep("a tensor without bytes")
         if tensor.grad_fn is not None:
-            raise Unpublishable("a tensor that was computed with gradients: detach it")
+            raise CannotKeep("a tensor that was computed with gradients: detach it")
         attributes = {k: v for k, v in vars(tensor).items() if k != "_backward_hooks" or v}
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:
@@ -172,8 +175,16 @@ class _Pickler(pickle.Pickler):
             size = tuple(tensor.size()), tuple(tensor.stride()), tensor.requires_grad
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             return _unflatten, (kind, inner, context, *size, is_parameter, own)
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj():
-            raise Unpublishable(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            raise CannotKeep(
+                f"a {tensor.layout} tensor of {tensor.dtype}, or one that stands for a negative or "
+                "conjugate of another"
+            )
         with as_plain_tensors():
             self.tensors.append(tensor.detach().cpu())
         made = tensor.dtype, tuple(tensor.shape), tuple(self.tensors[-1].stride())
@@ -201,9 +212,10 @@ def _wrap(
     requires_grad: bool,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    made = torch.empty(0, dtype=dtype)
+    # Whatever the program's default device is.
+    made = torch.empty(0, dtype=dtype, device="cpu")
     if content is None:
-        made = torch.empty_strided(shape, stride, dtype=dtype)
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
         storage, offset = content
         made.set_(storage, offset // dtype.itemsize, shape, stride)
@@ -247,7 +259,7 @@ def _same(thing: Any) -> Any:
 # Memory -------------------------------------------------------------------------------------------
 
 
-def _merge(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[_Part]]:
+def _merge(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[_Spot]]:
     """Return the regions of some tensors, and the place of each tensor."""
     spans = sorted(
         (tensor.data_ptr(), _extent_of(tensor), number)

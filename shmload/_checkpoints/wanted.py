@@ -187,6 +187,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(source, str | os.PathLike):
             shown = "None" if source is None else f"a {type(source).__name__}"
             raise ArgumentError(f"source is {shown}; give a path or a hub id")
+        if is_publication(source):
+            raise ArgumentError(
+                f"{source} is a publication: load_pipeline and load_model take it, and no other "
+                f"function, such as {function.__name__}"
+            )
         dtype = chosen_dtype(dtype, kwargs.pop(_OLDER_DTYPE, None))
         known = PIPELINE_ARGUMENTS if is_pipeline else HUB_ARGUMENTS
         if not has_others:
@@ -202,6 +207,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Given = str | os.PathLike[str]
+SCHEME = "shm:"
+"""How the names of publications begin."""
+
+
+def is_publication(source: object) -> bool:
+    """Tell whether a source is a publication's name, such as `shm:NAME` or `shm:NAME@1`."""
+    return isinstance(source, str) and source.startswith(SCHEME)
 
 
 def expand_home(given: _Given) -> _Given:

@@ -9,6 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import shmload
+from shmload._checkpoints.wanted import is_publication
 from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.grouping import Model, group_segments
@@ -20,7 +21,6 @@ from shmload._segments.listing import (
     segments_by_lock,
 )
 from shmload._segments.models import find_models
-from shmload._segments.names import is_publication
 from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
 from shmload._segments.upkeep import (
@@ -159,7 +159,12 @@ def remove_command(
     busy: SegmentBusy | None = None
     if dry_run:
         views = views_by_segment()
-        removed = [info for info in chosen if not info.is_leased and info.name not in views]
+        sources = {info.source for info in chosen if not info.is_leased}
+        removed = [
+            info
+            for info in chosen
+            if not info.is_leased and info.name not in views and sources.issuperset(info.needed_by)
+        ]
         going = {info.name for info in removed}
         stays = [info.name for info in chosen if info.name not in going]
     else:

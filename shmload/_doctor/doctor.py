@@ -37,7 +37,7 @@ from shmload._ipc.procs import has_pidfds
 from shmload._loading.plan import Plan, ShardPlan
 from shmload._loading.room import own_budget
 from shmload._loading.verbs import plan
-from shmload._segments.eviction import Budget, may_go
+from shmload._segments.eviction import Budget, evictable
 from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.upkeep import find_garbage, pinned_outdated
 from shmload._segments.users import page_lock_limit, page_locks
@@ -131,7 +131,7 @@ def _idle_nbytes(own: Iterable[ShardPlan]) -> int:
     if not _has_list():
         return 0
     attached = {shard.segment for shard in own}
-    return sum(info.nbytes for info in segments() if may_go(info) and info.name not in attached)
+    return sum(info.nbytes for info in evictable(segments()) if info.name not in attached)
 
 
 def _has_list() -> bool:

@@ -7,9 +7,10 @@ records it, so a process that dies needs no clean-up but this table.
     NAME.part  exclusive  0600        is built                           its builder
     NAME.part  free       0600        its builder was killed             `gc`; a load takes it over
     none       shared     0400        private: its builder's alone       the kernel
-    NAME       exclusive  0600, 0700  complete, is published             nobody
-    NAME       free       0600, 0700  its builder was killed; the next   as 0400 or 0500
-                                      to attach it makes it read-only
+    NAME       exclusive  0600, 0700, complete, is published             nobody
+                          01600
+    NAME       free       0600, 0700, its builder was killed; the next   as 0400, 0500 or 01400
+                          01600       to attach it makes it read-only
     NAME       shared     0500        shared, in use                     its last user
     NAME       free       0500        its last users were killed         the next to find it
     NAME       shared     0400        resident, in use                   nobody
@@ -20,7 +21,8 @@ records it, so a process that dies needs no clean-up but this table.
                                                                          last of these goes
     NAME       exclusive  any         is listed or removed               who holds the lock
 
-A segment that a publication needs is not removed before that, whatever its row says.
+A segment that a publication needs is resident, and `evict` and `gc` leave it until the
+publication has gone.
 A shared lock is a lease. `tests/faults/test_system_calls.py` kills a loader at every step from one
 row to another.
 

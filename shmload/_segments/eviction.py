@@ -170,19 +170,11 @@ def choose_victims(
     excess = max(over, nbytes - room)
     victims: list[SegmentInfo] = []
     freed = 0
-    used_at = {info.source: info.used_at for info in found}
-
-    def last_use(info: SegmentInfo) -> tuple[float, int, str]:
-        # What a publication needs is used with it, and goes after it.
-        own = max([info.used_at, *(used_at.get(each, 0.0) for each in info.needed_by)])
-        return own, len(info.needed_by), info.name
-
-    for info in sorted(filter(may_go, found), key=last_use):
+    for info in evictable(found):
         if freed >= excess:
             break
-        if {each.source for each in victims}.issuperset(info.needed_by):
-            victims.append(info)
-            freed += info.nbytes
+        victims.append(info)
+        freed += info.nbytes
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
         remedy = _remedy(found, nbytes, over - freed, budget)
@@ -190,9 +182,28 @@ def choose_victims(
     return victims
 
 
-def may_go(info: SegmentInfo) -> bool:
-    """Tell whether a segment may be evicted to make room."""
-    return not (info.is_leased or info.is_pinned)
+def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
+    """Return the segments that may be evicted to make room, in the order in which they should go.
+
+    That is the least recently used first. What a publication needs is used when that is, and goes
+    after it.
+
+    Args:
+        found: all segments.
+    """
+    # A publication is made after what it needs: from the last to the first.
+    from_last = sorted(found, key=lambda info: info.created_at, reverse=True)
+    last_use: dict[str, float] = {}
+    for info in from_last:
+        users = (last_use.get(each, 0.0) for each in info.needed_by)
+        last_use[info.source] = last_use[info.name] = max([info.used_at, *users])
+    going: list[SegmentInfo] = []
+    gone: set[str] = set()
+    for info in sorted(from_last, key=lambda info: (last_use[info.name], len(info.needed_by))):
+        if not (info.is_leased or info.is_pinned) and gone.issuperset(info.needed_by):
+            going.append(info)
+            gone.add(info.source)
+    return going
 
 
 def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Budget) -> str:
@@ -207,7 +218,8 @@ def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Bud
     ways = ", or ".join(budget.ways)
     if nbytes > budget.nbytes:
         return f"the load is larger than the whole budget of {format_nbytes(budget.nbytes)}: {ways}"
-    staying = [info for info in found if not may_go(info)]
+    going = {info.name for info in evictable(found)}
+    staying = [info for info in found if info.name not in going]
     leased = [info for info in staying if info.is_leased]
     pinned = [info for info in staying if info.is_pinned]
     end = f"end processes that use models (`shmload ls`: {count_of(len(leased), 'segment')} in use)"
@@ -259,8 +271,8 @@ def evict_for(
         if victims and not looks_at_mappings:
             looks_at_mappings = True
             continue
-        evictable = sum(info.nbytes for info in found if may_go(info))
-        require_room(nbytes, evictable=evictable, beside_nbytes=beside_nbytes)
+        idle_nbytes = sum(info.nbytes for info in evictable(found))
+        require_room(nbytes, evictable=idle_nbytes, beside_nbytes=beside_nbytes)
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         gone = [info for info in victims if info.name in removed]
@@ -288,9 +300,9 @@ def require_possible(
         CapacityError: they would not.
     """
     found = [msgspec.structs.replace(info, is_leased=False) for info in segments_by_lock()]
-    evictable = sum(info.nbytes for info in found if may_go(info)) + reserved
+    idle_nbytes = sum(info.nbytes for info in evictable(found)) + reserved
     choose_victims(found, nbytes, nbytes, budget)
-    require_room(nbytes, evictable=evictable, beside_nbytes=beside_nbytes)
+    require_room(nbytes, evictable=idle_nbytes, beside_nbytes=beside_nbytes)
 
 
 def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:

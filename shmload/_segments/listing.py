@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shmload._checkpoints.identity import identify
+from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
 from shmload._segments.metadata import Metadata, read_metadata, source_path
-from shmload._segments.names import is_publication, segment_names, short_id
+from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
@@ -171,6 +172,7 @@ def _state(info: SegmentInfo) -> str:
         ("in use", info.is_leased),
         ("idle", not info.is_leased and not info.is_pinned),
         ("pinned", info.is_pinned),
+        (f"needed by {', '.join(info.needed_by)}", bool(info.needed_by)),
         (f"kept for {format_time(info.keep_for_s)}", is_limited),
     )
     return ", ".join(word for word, is_so in states if is_so)

@@ -27,9 +27,6 @@ from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 FORMAT_VERSION = 3
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
-SCHEME = "shm:"
-"""How the names of publications begin."""
-
 _POLL_S = 0.005
 _KEY_NBYTES = 15
 _SHORT_NCHARS = 8
@@ -45,11 +42,6 @@ def segment_name(identity: Identity, conversion: str) -> str:
         conversion: a text that is the same exactly when the conversion is.
     """
     return _name_of(f"{FORMAT_VERSION}\n{identity.key}\n{conversion}")
-
-
-def is_publication(source: object) -> bool:
-    """Tell whether a source is a publication's name, such as `shm:NAME` or `shm:NAME@1`."""
-    return isinstance(source, str) and source.startswith(SCHEME)
 
 
 def publication_name(source: str) -> str:

@@ -18,7 +18,7 @@ from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_
 from shmload._segments.layout import Layout
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
 from shmload._segments.names import new_part_name, part_name
-from shmload._segments.segment import READ_ONLY, SHARED, Segment, Stay, attach, finished
+from shmload._segments.segment import PINNED, READ_ONLY, SHARED, Segment, Stay, attach, finished
 from shmload._segments.users import holders
 from shmload._wording import logger_of
 from shmload.errors import SegmentRemoved, SegmentTimeout, SegmentUntrusted
@@ -76,12 +76,13 @@ class Part(Descriptor):
                 raise
             close(fd)
 
-    def publish(self, digest: str, stay: Stay) -> Segment:
+    def publish(self, digest: str, stay: Stay, *, is_pinned: bool = False) -> Segment:
         """Write the digest and give the part its final name.
 
         Args:
             digest: of its data, 32 hexadecimal digits.
             stay: how long the segment stays; a private one gets no name.
+            is_pinned: whether it is pinned from the first.
 
         Returns:
             The segment, which owns the descriptor from now on.
@@ -95,7 +96,7 @@ class Part(Descriptor):
         if not is_mine and stay is not Stay.PRIVATE:
             raise SegmentRemoved(part_name(self.name))
         write_at(self.fd, digest.encode(), DIGEST_OFFSET)
-        mark = SHARED if stay is Stay.SHARED else 0
+        mark = SHARED if stay is Stay.SHARED else PINNED if is_pinned else 0
         if mark:  # before it gets its name: if this process dies in between, the name must go too
             os.fchmod(self.fd, 0o600 | mark)
         if stay is Stay.PRIVATE:

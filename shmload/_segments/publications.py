@@ -1,29 +1,33 @@
 """Publications: finished pipelines and models that have a name of their own in shared memory.
 
 A version of one, such as `shm:NAME@1`, is a segment. It has the structure, the tensors that lie in
-no other segment, and in its header the names of the segments that have the others. These are not
-evicted before it.
+no other segment, and in its header the names of the segments that have the others. Those stay as
+long as a publication needs them.
 
-Guarantee: a version appears whole, with its segment's name, and never changes. Publishing again
-makes the next version.
+Guarantee: a version appears whole, with its segment's name, and its bytes never change. Publishing
+again makes the next version.
 """
 
 import re
 from typing import NamedTuple
 
-from shmload._segments.listing import SegmentInfo, segments_by_lock
-from shmload._segments.names import SCHEME, publication_name
+from shmload._checkpoints.wanted import SCHEME
+from shmload._segments.metadata import read_metadata
+from shmload._segments.names import publication_name, segment_names
 from shmload._segments.part import Part, acquire
+from shmload._segments.segment import Segment, attach, peek
 from shmload.errors import ArgumentError, SegmentNotFound
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,99})(@(?P<version>[1-9][0-9]{0,8}))?")
+# Of a version that goes while the newest is looked up.
+_TRIES = 3
 
 
 class Publication(NamedTuple):
     """A name, and maybe a version."""
 
     name: str
-    version: int | None
+    version: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Publication":
@@ -46,38 +50,53 @@ class Publication(NamedTuple):
         version = "" if self.version is None else f"@{self.version}"
         return f"{SCHEME}{self.name}{version}"
 
-    def versions(self) -> dict[int, SegmentInfo]:
-        """Return all versions of the name that are there, the oldest first."""
+    def versions(self) -> dict[int, str]:
+        """Return the segments of all versions of the name, the oldest first."""
         found = {}
-        for info in segments_by_lock():
-            if info.source.startswith(f"{SCHEME}{self.name}@"):
-                found[Publication.parse(info.source).version or 0] = info
+        for segment in filter(None, map(peek, segment_names())):
+            with segment:
+                metadata = read_metadata(segment.fd)
+                if metadata and metadata.source.startswith(f"{SCHEME}{self.name}@"):
+                    found[Publication.parse(metadata.source).version or 0] = segment.name
         return dict(sorted(found.items()))
 
-    def find(self) -> SegmentInfo:
-        """Return this version, or the newest.
+    def newest(self) -> "Publication":
+        """Return the newest version.
 
         Raises:
             SegmentNotFound: there is none.
         """
         versions = self.versions()
-        number = self.version or max(versions, default=0)
-        if number not in versions:
-            raise SegmentNotFound(self.source, [info.source for info in versions.values()])
-        return versions[number]
+        if not versions:
+            raise SegmentNotFound(self.source)
+        return Publication(self.name, max(versions))
 
-    def begin(self) -> "tuple[Publication, Part]":
-        """Return the next version, and its part, which is the caller's.
+    def attach(self) -> tuple["Publication", Segment]:
+        """Attach this version, or the newest; return it, and its segment, which is the caller's.
+
+        Raises:
+            SegmentNotFound: there is none.
+            SegmentUntrusted: its name belongs to another user.
+        """
+        for _ in range(_TRIES if self.version is None else 1):
+            version = self.newest() if self.version is None else self
+            segment = attach(publication_name(version.source))
+            if segment:
+                return version, segment
+        known = [Publication(self.name, number).source for number in self.versions()]
+        raise SegmentNotFound(self.source, known)
+
+    def begin(self) -> tuple[int, Part]:
+        """Return the number of the next version, and its part, which is the caller's.
 
         Raises:
             SharedMemoryFull: /dev/shm has no inodes left.
             SegmentUntrusted: the name belongs to another user.
         """
         number = max(self.versions(), default=0)
-        while True:  # each number is another process's for good, once it has begun
+        while True:  # another process may have begun the next
             number += 1
-            version = Publication(self.name, number)
-            found = acquire(publication_name(version.source))
+            found = acquire(publication_name(Publication(self.name, number).source))
             if isinstance(found, Part):
-                return version, found
+                return number, found
             found.close()

@@ -94,7 +94,7 @@ def remove_idle(
     mappings are read the locks are held, so no process attaches a segment meanwhile.
 
     Args:
-        names: of the segments.
+        names: of the segments; a publication before what it needs.
         patience_s: how long to wait for their locks, in seconds; a listing holds each for a moment.
             If it is not 0, a process that removes some of them is waited for longer.
         condition: which of them are to go, whatever an earlier listing said.
@@ -109,9 +109,8 @@ def remove_idle(
             going = list(filter(condition, held))
             mapped = mappers([segment.inode for segment in going])
             # Under the locks: no publication that needs one of them can be begun now.
-            needing = publications_by_segment()
-            # A publication goes before what it needs.
-            for segment in sorted(going, key=lambda each: each.name in needing):
+            needing = publications_by_segment() if going else {}
+            for segment in sorted(going, key=lambda each: names.index(each.name)):
                 if mapped.get(segment.inode, set()).difference(ignored) or (
                     set(needing.get(segment.name, ())).difference(look.idle)
                 ):

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.remote import is_url, mirror_home
+from shmload._checkpoints.wanted import is_publication
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.metadata import source_path
 from shmload._segments.models import find_models
-from shmload._segments.names import is_publication, name_prefix, segment_name
+from shmload._segments.names import name_prefix, segment_name
 from shmload._segments.roots import root_at, weights_below
 from shmload._wording import nearest_name
 from shmload.errors import AmbiguousName, SegmentNotFound

@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from shmload._checkpoints.header import Header
-from shmload._segments.eviction import may_go
+from shmload._segments.eviction import evictable
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
 from shmload._segments.models import find_models
 from shmload._segments.names import part_names
@@ -119,6 +119,8 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     Raises:
         SegmentBusy: some are in use; the others are removed.
     """
+    # A publication goes before what it needs, and is younger.
+    chosen = sorted(chosen, key=lambda info: info.created_at, reverse=True)
     known = views_by_segment()
     views = {info.name: known[info.name] for info in chosen if info.name in known}
     look = remove_idle([info.name for info in chosen if info.name not in views])
@@ -149,7 +151,7 @@ def collect_garbage() -> list[str]:
         The names that were removed.
     """
     settled = settle_leftovers()  # first: it lets segments go
-    outdated = [info.name for info in segments_by_lock() if not info.is_current]
+    outdated = [info.name for info in segments_by_lock()[::-1] if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.
     gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle
     return [*gone, *remove_expired(), *remove_leftovers(), *settled]
@@ -162,8 +164,8 @@ def find_garbage() -> list[str]:
     """
     unused = [
         info.name
-        for info in segments()
-        if may_go(info) and (info.is_shared or info.is_due or not info.is_current)
+        for info in evictable(segments())
+        if (info.is_shared or info.is_due or not info.is_current)
     ]
     parts = filter(is_free, part_names())
     return [*unused, *parts, *dead_views(), *find_unsettled()]

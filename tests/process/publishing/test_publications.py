@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from children import run_to_end
+from safetensors.torch import save_file
 
 import shmload
 from shmload._segments.publications import Publication
@@ -63,8 +64,8 @@ def test_newest_version_alone_is_pinned(load):
 
 
 def test_versions_that_are_begun_at_once_are_two():
-    begun = [Publication("vae", None).begin() for _ in range(2)]
-    assert [version.version for version, _ in begun] == [1, 2]
+    begun = [Publication("vae").begin() for _ in range(2)]
+    assert [number for number, _ in begun] == [1, 2]
     for _, part in begun:
         part.close()
     assert published() == []
@@ -110,6 +111,8 @@ def test_segment_that_is_needed_stays(load, saved):
     source = saved("stable-diffusion")
     with pytest.raises(shmload.SegmentBusy, match="by the publication shm:vae@1; `shmload rm"):
         shmload.evict(source)
+    done = run_to_end([sys.executable, "-m", "shmload", "rm", "--dry-run", str(source)])
+    assert "would remove 0 segments" in done.stdout
     (base,) = (info for info in shmload.segments() if info.source.startswith(str(source)))
     assert base.needed_by == ("shm:vae@1",)
     shmload.evict("shm:vae")
@@ -131,6 +134,44 @@ def test_shared_segment_that_is_needed_becomes_resident(saved):
     del model
     gc.collect()
     shmload.load_model("AutoencoderKL", "shm:vae")
+
+
+def test_chain_goes_in_one_call(load):
+    model = load()
+    for name in ("first", "second", "third"):
+        with torch.no_grad():
+            next(reversed(list(model.parameters()))).add_(1)
+            model.encoder.conv_in.weight.add_(1)
+        made = shmload.publish(model, name)
+        model = shmload.load_model("AutoModel", made.source)
+    del model
+    gc.collect()
+    everything = [info.name for info in shmload.segments()]
+    assert len(shmload.evict(*everything)) == len(everything) == 4
+
+
+def test_publish_evicts_what_is_idle(load, tmp_path, configure):
+    save_file({"weight": torch.ones(1 << 19)}, tmp_path / "idle.safetensors")
+    shmload.warm(tmp_path / "idle.safetensors", progress=False)
+    model = load()
+    used = sum(info.nbytes for info in shmload.segments())
+    configure(budget=f"{used / 1024}KiB")
+    shmload.publish(model, "vae")
+    assert not [info for info in shmload.segments() if "idle" in info.source]
+
+
+def test_version_that_another_process_has_begun_is_passed_over(load):
+    model = load()
+    slow, part = Publication("vae").begin()
+    assert shmload.publish(model, "vae").version == slow + 1
+    part.close()
+    assert pinned() == ["shm:vae@2"]
+
+
+@pytest.mark.parametrize("function", [shmload.plan, shmload.warm, shmload.share])
+def test_functions_that_do_not_take_it_say_so(function):
+    with pytest.raises(shmload.ArgumentError, match="shm:vae is a publication: load_pipeline and"):
+        function("shm:vae")
 
 
 def test_both_go_in_one_call(load, saved):

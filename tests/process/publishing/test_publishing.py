@@ -245,10 +245,29 @@ def _hooked():
     return cpu_offload(torch.nn.Linear(2, 2), execution_device="cpu")
 
 
+def _odd():
+    raw = torch.arange(32, dtype=torch.uint8)
+    return functools.partial(int, raw[1:9], raw[4:12].view(torch.float32))
+
+
+class _Lost:
+    def __setstate__(self, state):
+        raise ValueError("lost")
+
+    def __getstate__(self):
+        return {"some": "state"}
+
+
 REFUSED = {
     "a class in a function": (_local, "Local"),
     "a part without bytes": (lambda: torch.nn.Linear(2, 2, device="meta"), "without bytes"),
     "an offloading call's hooks": (_hooked, "unet.extra."),
+    "a tensor that stands for a negative one": (
+        lambda: functools.partial(int, torch.ones(2, dtype=torch.complex64).conj().imag),
+        "stands for a negative",
+    ),
+    "dtypes that overlap oddly": (_odd, "several dtypes"),
+    "a part that cannot be restored": (_Lost, "ValueError: lost"),
     "a tensor that was computed": (
         lambda: functools.partial(int, torch.ones(1, requires_grad=True) * 2),
         "computed with gradients",
@@ -262,10 +281,27 @@ def test_refused_part_is_named(load, part, shm_names):
     make, said = REFUSED[part]
     pipe.unet.extra = make()
     before = shm_names()
-    with pytest.raises(shmload.NotPublishable, match=r"unet\.extra") as caught:
+    with pytest.raises(shmload.NotPublishable) as caught:
         shmload.publish(pipe, "refused")
     assert said in str(caught.value)
+    # Overlaps show when all is taken apart, and a part that is lost when it is restored.
+    if make not in (_odd, _Lost):
+        assert "unet.extra" in str(caught.value)
     assert shm_names() == before
+
+
+@pytest.mark.parametrize("thing", [3, {"weight": torch.ones(1)}])
+def test_neither_a_pipeline_nor_a_model(thing):
+    with pytest.raises(shmload.ArgumentError, match="neither a pipeline nor a model"):
+        shmload.publish(thing, "thing")
+
+
+def test_default_device_does_not_count(load):
+    pipe = load()
+    shmload.publish(pipe, "plain")
+    with torch.device("meta"):
+        got = shmload.load_pipeline("shm:plain")
+    assert_equal(got, pipe)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 101, "shm:x@0"])

@@ -12,7 +12,15 @@ GIB = 1 << 30
 
 
 def segment(
-    name, *, nbytes=GIB, used_at=0.0, is_leased=False, is_pinned=False, source="", needed_by=()
+    name,
+    *,
+    nbytes=GIB,
+    used_at=0.0,
+    is_leased=False,
+    is_pinned=False,
+    source="",
+    needed_by=(),
+    created_at=0.0,
 ):
     return SegmentInfo(
         name=name,
@@ -20,7 +28,7 @@ def segment(
         needed_by=needed_by,
         conversion="BF16",
         nbytes=nbytes,
-        created_at=0.0,
+        created_at=created_at,
         creator="",
         digest="",
         is_leased=is_leased,
@@ -55,12 +63,12 @@ def test_least_recently_used_goes_for_the_budget_and_for_the_memory(budget, room
 def test_what_a_publication_needs_goes_after_it():
     base = segment("base", needed_by=("shm:x@1",))
     other = segment("other", used_at=1.0)
-    idle = segment("idle", used_at=2.0, source="shm:x@1")
+    idle = segment("idle", used_at=2.0, source="shm:x@1", created_at=1.0)
     budget = service_budget(3 * GIB)
     for count, wanted in ((1, ["other"]), (2, ["other", "idle"]), (3, ["other", "idle", "base"])):
         victims = choose_victims([base, other, idle], count * GIB, 9 * GIB, budget)
         assert [info.name for info in victims] == wanted
-    pinned = segment("pinned", source="shm:x@1", is_pinned=True)
+    pinned = segment("pinned", source="shm:x@1", is_pinned=True, created_at=1.0)
     assert [each.name for each in choose_victims([base, other, pinned], GIB, 9 * GIB, budget)] == [
         "other"
     ]
