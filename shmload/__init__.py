@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload.integrations.diffusers import load_pipeline as load_pipeline
     from shmload.integrations.handles import Handle as Handle
     from shmload.integrations.handles import share as share
+    from shmload.integrations.mixing import mix as mix
     from shmload.integrations.models import load_model as load_model
     from shmload.integrations.redirect import redirect as redirect
 
@@ -64,6 +65,7 @@ _HOMES = {
     "load_model": "shmload.integrations.models",
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
+    "mix": "shmload.integrations.mixing",
     "models": "shmload._segments.models",
     "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.verbs",

@@ -1,8 +1,7 @@
-"""Loads whose weights the library quantises: made once, and attached by all later processes.
+"""What the library makes of weights, by quantising or fusing: made once, attached by all others.
 
-The first process has the library quantise, and publishes the result under a name that is made of
-all that it depends on. A publication by other releases of the libraries does not fit, and is made
-anew.
+The first process has the library do it, and publishes the result under a name that is made of all
+that it depends on. A publication by other releases of the libraries does not fit, and is made anew.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,64 +57,73 @@ def load_once(
         dtype: as given.
         kwargs: for `from_pretrained`.
     """
-    name = _name_of(cls, source, maker, dtype, kwargs)
-    if name is None:
+    if maker.keeps_blocks:  # its segments have the blocks
         return load()
-    with _turn(name) as is_mine:
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if not given.keys() <= QUANTISING_KEYWORDS | FINDING_KEYWORDS:
+        return load()
+    facts = {
+        "class": [type(maker).__name__, maker.name or cls, source.class_name],
+        # Components that are left out are there as None.
+        "components": [source.components, source.shards, source.unread, sorted(kwargs)],
+        "dtype": dtype,
+        "given": given,
+    }
+    name = name_of("quantised", source.root, facts)
+    return make_once(name, load) if name else load()
+
+
+def make_once(name: str, make: Callable[[], Any]) -> Any:
+    """Return what has been published under a name, or make and publish it.
+
+    Args:
+        name: from `name_of`.
+        make: makes a pipeline or a model.
+    """
+    # It does not matter much if another process is too slow, and two make it.
+    with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
         with contextlib.suppress(SegmentNotFound):
             try:
                 return load_published(f"{SCHEME}{name}")
             except PublicationBroken as exc:
-                logger.info("%s: quantised again: %s", source.given, exc)
-        made = load()
+                logger.info("%s is made again: %s", name, exc)
+        made = make()
         if not is_mine:
             return made
         try:
             published = publish_version(made, Publication(name), is_pinned=False)
         except NotPublishable as exc:
-            logger.warning("%s: each process quantises it: %s", source.given, exc)
+            logger.warning("each process makes %s: %s", name, exc)
             return made
         return published.load()  # the one copy; what was made goes
 
 
-@contextlib.contextmanager
-def _turn(name: str) -> Iterator[bool]:
-    """Wait until no other process makes this; it does not matter much if one is too slow."""
-    with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
-        yield is_mine
+def name_of(kind: str, root: Path, facts: Mapping[str, object]) -> str | None:
+    """Return a name that other calls have exactly if they make the same; None if there is none.
 
-
-def _name_of(
-    cls: type | str | None,
-    source: Source,
-    maker: Maker,
-    dtype: object,
-    kwargs: Mapping[str, Any],
-) -> str | None:
-    """Return a name that other loads have exactly if they make the same; None if there is none."""
-    if maker.keeps_blocks:  # its segments have the blocks
-        return None
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if not given.keys() <= QUANTISING_KEYWORDS | FINDING_KEYWORDS:
-        return None
-    root = source.root
-    files = files_below(root) if root.is_dir() else {str(root): fingerprint(root)}
-    facts = {
-        "class": [type(maker).__name__, maker.name or cls, source.class_name],
+    Args:
+        kind: what is done to the weights, as a word.
+        root: the directory or the file that they come from; all files below count.
+        facts: what else counts.
+    """
+    known = {
+        **facts,
         "source": os.path.realpath(root),
-        # Components that are left out are there as None.
-        "components": [source.components, source.shards, source.unread, sorted(kwargs)],
-        "files": sorted(files.items()),
-        "dtype": dtype,
+        "files": stamps_of(root),
         "default": torch.get_default_dtype(),
-        "given": given,
     }
     try:
-        text = json.dumps(facts, default=_plain, sort_keys=True)
+        text = json.dumps(known, default=_plain, sort_keys=True)
     except (_Unknown, TypeError, ValueError):
         return None
     label = _UNFIT.sub("-", root.name).strip("-.")[:_MOST_NCHARS] or "model"
-    return f"{label}.quantised-{_digest(text)}"
+    return f"{label}.{kind}-{_digest(text)}"
+
+
+def stamps_of(path: Path) -> Sequence[object]:
+    """Return what changes with any change of a file, or of the files below a directory."""
+    files = files_below(path) if path.is_dir() else {str(path): fingerprint(path)}
+    return sorted(files.items())
 
 
 def _digest(text: str) -> str:

@@ -180,7 +180,7 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
 class _Lenders:
     """The segments that have tensors of a publication.
 
-    Inside the block it has leases on those that were asked for, so that no process removes them
+    Inside the block it has leases on those that were looked at, so that no process removes them
     before the publication that needs them is there.
     """
 
@@ -190,29 +190,36 @@ class _Lenders:
             with segment:
                 self._names[segment.inode] = segment.name
         self.spans = Spans(set(self._names))
-        self._segments: dict[Inode, Segment] = {}
+        self._segments: dict[Inode, Segment | None] = {}
+        self._needed: dict[Inode, int] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for segment in self._segments.values():
+        for segment in filter(None, self._segments.values()):
             give_back(segment)
 
-    def attach(self, inode: Inode) -> tuple[int, Segment] | None:
-        """Return the number of a segment, and the segment; None if it has gone."""
+    def find(self, inode: Inode) -> Segment | None:
+        """Return a segment; None if it has gone."""
         if inode not in self._segments:
-            segment = attach(self._names[inode])
-            if segment is None:
-                return None
-            self._segments[inode] = segment
-        return list(self._segments).index(inode), self._segments[inode]
+            self._segments[inode] = attach(self._names[inode])
+        return self._segments[inode]
+
+    def need(self, inode: Inode) -> int:
+        """Note that a segment is needed; return its number among those."""
+        return self._needed.setdefault(inode, len(self._needed))
 
     def keep(self) -> tuple[str, ...]:
-        """Make them resident, since a shared one would go with its last user; return the names."""
-        for segment in self._segments.values():
+        """Make those that are needed resident, since a shared one would go with its last user.
+
+        Returns:
+            Their names.
+        """
+        needed = [segment for inode in self._needed if (segment := self._segments[inode])]
+        for segment in needed:
             segment.keep()
-        return tuple(segment.name for segment in self._segments.values())
+        return tuple(segment.name for segment in needed)
 
 
 def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], list[_Place]]:
@@ -222,10 +229,10 @@ def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], 
     for region in regions:
         mapping = lenders.spans.find_address(region.address)
         if mapping and region.address + region.nbytes <= mapping.end:
+            segment = lenders.find(mapping.inode)
             offset = mapping.offset + region.address - mapping.start
-            found = lenders.attach(mapping.inode)
-            if found and _is_unchanged(region, found[1], offset):
-                places.append(_Place(found[0], offset, region.nbytes))
+            if segment and _is_unchanged(region, segment, offset):
+                places.append(_Place(lenders.need(mapping.inode), offset, region.nbytes))
                 continue
         places.append(_Place(-1, len(own), region.nbytes))
         own.append(region)

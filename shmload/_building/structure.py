@@ -28,6 +28,8 @@ from shmload._compat import (
 )
 
 _Spot = tuple[int, int]
+# The program itself, and the libraries' packages of code that repositories bring.
+_OF_PROCESSES = {"__main__", "__mp_main__", "diffusers_modules", "transformers_modules"}
 # Of parts within parts, below which what cannot be kept is not looked for.
 _MOST_LEVELS = 20
 
@@ -145,8 +147,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType):
             package = str(obj.__module__).partition(".")[0]
-            if package in ("__main__", "__mp_main__"):
-                raise CannotKeep(f"{obj.__qualname__} is of the program itself: import it")
+            if package in _OF_PROCESSES:
+                raise CannotKeep(f"{obj.__qualname__} is of {package}, which is another elsewhere")
             self.packages.add(package)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
