@@ -7,6 +7,7 @@ that it depends on. A publication by other releases of the libraries does not fi
 import contextlib
 import enum
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -78,7 +79,8 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
 
     Args:
         name: from `name_of`.
-        make: makes a pipeline or a model.
+        make: makes a pipeline or a model. What has weights on a device, as some quantisers leave
+            them, is not published.
     """
     # It does not matter much if another process is too slow, and two make it.
     with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
@@ -88,7 +90,7 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
             except PublicationBroken as exc:
                 logger.info("%s is made again: %s", name, exc)
         made = make()
-        if not is_mine:
+        if not is_mine or not _is_on_host(made):  # a publication is loaded to the host
             return made
         try:
             published = publish_version(made, Publication(name), is_pinned=False)
@@ -96,6 +98,16 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
             logger.warning("each process makes %s: %s", name, exc)
             return made
         return published.load()  # the one copy; what was made goes
+
+
+def _is_on_host(made: Any) -> bool:
+    parts = [made] if isinstance(made, torch.nn.Module) else vars(made).values()
+    models = (part for part in parts if isinstance(part, torch.nn.Module))
+    return all(
+        tensor.device.type == "cpu"
+        for model in models
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    )
 
 
 def name_of(kind: str, root: Path, facts: Mapping[str, object]) -> str | None:

@@ -133,6 +133,21 @@ assert all("to_q" in name for name in o.outside(pipe.unet))
     )
 
 
+def test_result_on_a_device_is_not_published(offloading, saved):
+    offloading(
+        saved("stable-diffusion"),
+        f"""{BEGIN}
+from shmload._building.once import make_once
+for _ in range(2):
+    model = make_once("layer.quantised-0", lambda: torch.nn.Linear(2, 2).to(o.DEVICE))
+    assert model.weight.device.type == "standin"
+assert not shmload.segments()
+assert make_once("layer.quantised-1", lambda: torch.nn.Linear(2, 2)).weight.is_cpu
+assert len(shmload.segments()) == 1
+""",
+    )
+
+
 def test_threads_offload_at_once(offloading, saved):
     offloading(
         saved("stable-diffusion"),
