@@ -150,18 +150,6 @@ def load_pipeline(
             `ComponentFailed` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
-    if is_publication(source):
-        from shmload._building.publishing import load_published
-
-        given = {
-            "pipeline_class": pipeline_class,
-            "dtype": dtype,
-            "device_map": device_map,
-            "max_memory": max_memory,
-            "max_host_memory": max_host_memory,
-            "components": components,
-        }
-        return load_published(str(source), given | from_pretrained_kwargs)
     options = Options(
         device_map=device_map,
         max_memory=max_memory,
@@ -172,6 +160,15 @@ def load_pipeline(
         verify=verify,
         progress=progress,
     )
+    if is_publication(source):
+        from shmload._building.publishing import load_published
+
+        given = {
+            "pipeline_class": pipeline_class,
+            "dtype": dtype,
+            "components": components,
+        } | options.devices
+        return load_published(str(source), given | from_pretrained_kwargs)
     kwargs = from_pretrained_kwargs
     others = {**options.others, "components": components, **kwargs}
     request = prepared.request_of(source, dtype, keep, pipeline_class, **others)

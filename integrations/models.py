@@ -79,23 +79,6 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
-    if is_publication(source):
-        from shmload._building.publishing import load_published
-
-        given = {
-            "subfolder": subfolder,
-            "variant": variant,
-            "dtype": dtype,
-            "device_map": device_map,
-            "max_memory": max_memory,
-            "max_host_memory": max_host_memory,
-        }
-        model = load_published(str(source), given | from_pretrained_kwargs)
-        name = _name_of(cls).rpartition(".")[2]
-        names = {each.__name__ for each in type(model).__mro__}
-        if name not in names and not name.startswith("AutoModel"):
-            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {name}")
-        return model
     options = Options(
         device_map=device_map,
         max_memory=max_memory,
@@ -106,6 +89,16 @@ def load_model(
         verify=verify,
         progress=progress,
     )
+    if is_publication(source):
+        from shmload._building.publishing import load_published
+
+        given = {"subfolder": subfolder, "variant": variant, "dtype": dtype} | options.devices
+        model = load_published(str(source), given | from_pretrained_kwargs)
+        name = _name_of(cls).rpartition(".")[2]
+        names = {each.__name__ for each in type(model).__mro__}
+        if name not in names and not name.startswith("AutoModel"):
+            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {name}")
+        return model
     kwargs = from_pretrained_kwargs
     # Only what was given: the classes have defaults of their own.
     for name, value in (("subfolder", subfolder), ("variant", variant)):

@@ -37,7 +37,7 @@ _MOST_NCHARS = 60
 
 
 class _Unknown(Exception):
-    """A value of which it is not known what it depends on."""
+    """A value that may mean more than it shows."""
 
 
 def load_once(
@@ -146,7 +146,7 @@ def _plain(value: object) -> object:
     """Return a value for JSON that is equal exactly if this one is.
 
     Raises:
-        _Unknown: it is not known what belongs to it.
+        _Unknown: it may mean more than it shows.
     """
     if isinstance(value, type) and value.__module__ != "__main__":
         return f"{value.__module__}.{value.__qualname__}"

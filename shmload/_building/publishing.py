@@ -180,8 +180,8 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
 class _Lenders:
     """The segments that have tensors of a publication.
 
-    Inside the block it has leases on those that were looked at, so that no process removes them
-    before the publication that needs them is there.
+    Inside the block it has leases on those that `find` returned: no process removes them before
+    the publication is there.
     """
 
     def __init__(self) -> None:
@@ -211,10 +211,9 @@ class _Lenders:
         return self._needed.setdefault(inode, len(self._needed))
 
     def keep(self) -> tuple[str, ...]:
-        """Make those that are needed resident, since a shared one would go with its last user.
+        """Make those that are needed resident, and return their names.
 
-        Returns:
-            Their names.
+        A shared one would go with its last user.
         """
         needed = [segment for inode in self._needed if (segment := self._segments[inode])]
         for segment in needed:

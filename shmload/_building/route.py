@@ -65,6 +65,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in given.items() if name != "keep"}
 
     @property
+    def devices(self) -> dict[str, Any]:
+        """What says where the weights go, by name."""
+        return {
+            "device_map": self.device_map,
+            "max_memory": self.max_memory,
+            "max_host_memory": self.max_host_memory,
+        }
+
+    @property
     def is_bounded(self) -> bool:
         """Whether memory of the host is limited."""
         return self.max_host_memory is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comparing import assert_equal, assert_modules_equal, reference
 from gguf_files import save_blocks
+from halving import Halves
 from mappings import Mappings, copied_nbytes, state_of
 from peft import LoraConfig
 from pipelines import FAMILIES
@@ -154,21 +155,12 @@ def test_tensors_that_a_tensor_is_made_of(load):
     assert values[1].nbytes <= made.nbytes < values[1].nbytes + _STRUCTURE_NBYTES
 
 
-class _Typed(torch.nn.Parameter):
-    """As quantised parameters are: bytes, and what is needed to understand them."""
-
-    def __new__(cls, data, kind=None):
-        made = torch.Tensor._make_subclass(cls, data, False)
-        made.kind = kind
-        return made
-
-
 def test_parameter_of_a_class_of_its_own(load):
     unet = load().unet
-    unet.conv_in.weight = _Typed(torch.arange(9, dtype=torch.uint8), kind="Q4")
+    unet.conv_in.weight = Halves(torch.arange(9, dtype=torch.uint8), scale=0.5)
     got = shmload.load_model(type(unet), shmload.publish(unet, "typed").source)
     weight = got.conv_in.weight
-    assert (type(weight), weight.kind) == (_Typed, "Q4")
+    assert (type(weight), weight.scale) == (Halves, 0.5)
     assert torch.equal(weight.as_subclass(torch.Tensor), torch.arange(9, dtype=torch.uint8))
 
 
