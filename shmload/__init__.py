@@ -47,6 +47,9 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload.integrations.mixing import mix as mix
     from shmload.integrations.models import load_model as load_model
     from shmload.integrations.redirect import redirect as redirect
+    from shmload.integrations.updating import Updated as Updated
+    from shmload.integrations.updating import newest as newest
+    from shmload.integrations.updating import update as update
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
@@ -58,6 +61,7 @@ _HOMES = {
     "Published": "shmload._building.publishing",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._loading.plan",
+    "Updated": "shmload.integrations.updating",
     "ViewDirectory": "shmload._segments.standing_views",
     "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.upkeep",
@@ -67,6 +71,7 @@ _HOMES = {
     "load_state_dict": "shmload._loading.state_dict",
     "mix": "shmload.integrations.mixing",
     "models": "shmload._segments.models",
+    "newest": "shmload.integrations.updating",
     "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.verbs",
     "publish": "shmload._building.publishing",
@@ -77,6 +82,7 @@ _HOMES = {
     "share": "shmload.integrations.handles",
     "to_device": "shmload._building.placing",
     "unpin": "shmload._segments.upkeep",
+    "update": "shmload.integrations.updating",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
     "view_directories": "shmload._segments.standing_views",

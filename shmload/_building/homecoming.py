@@ -33,6 +33,7 @@ logger = logger_of(__name__)
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
 _watched: "weakref.WeakKeyDictionary[torch.nn.Module, Homes]" = weakref.WeakKeyDictionary()
+_pinned: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 class _Thread(threading.local):
@@ -54,6 +55,38 @@ def watch(model: torch.nn.Module, homes: Homes) -> None:
     _watch_pins()
     for module in modules_of(model):
         _watched.setdefault(module, homes)  # else it came from an earlier load
+
+
+def homes_of(model: torch.nn.Module) -> Homes | None:
+    """Return where the weights of a watched model lie; None if it is not watched."""
+    return _watched.get(model)
+
+
+def adopt(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Watch a model as another is, whose weights it has now.
+
+    Args:
+        model: its weights may be on a device.
+        other: of the same modules; its weights are on the host.
+    """
+    for module, there in zip(modules_of(model), modules_of(other), strict=True):
+        homes = _watched.get(there)
+        if homes is None:
+            _watched.pop(module, None)
+            continue
+        _watched[module] = homes
+        with as_plain_tensors():
+            for old, new in zip(
+                tensors_of(module, recurse=False), tensors_of(there, recurse=False), strict=True
+            ):
+                homes.forget(old)
+                if home := homes.find(new):
+                    homes.note(old, home)
+
+
+def has_pinned_copies(module: torch.nn.Module) -> bool:
+    """Tell whether diffusers brings a watched module's weights from pinned copies of its own."""
+    return module in _pinned
 
 
 @functools.cache
@@ -113,7 +146,9 @@ def _moving(homes: Homes, module: torch.nn.Module, fn: Fn, *, recurse: bool) -> 
 
 def _say_what_is_pinned(modules: Iterable[torch.nn.Module]) -> None:
     """Warn once that a call keeps a copy of weights that lie in a segment."""
-    if any(module in _watched for module in modules):
+    watched = [module for module in modules if module in _watched]
+    _pinned.update(watched)
+    if watched:
         _warn_of_pins()
 
 

@@ -111,7 +111,7 @@ def put_together(structure: Structure, storages: Sequence[torch.UntypedStorage])
         if here[name] != version:
             raise ValueError(f"it was published with {name} {version}, and here is {here[name]}")
     thing = _Unpickler(structure, storages).load()
-    modules = [module for model in _models_in(thing).values() for module in modules_of(model)]
+    modules = [module for model in models_in(thing).values() for module in modules_of(model)]
     register_classes(modules)
     for module in modules:
         config = vars(module).get("generation_config")
@@ -122,7 +122,8 @@ def put_together(structure: Structure, storages: Sequence[torch.UntypedStorage])
     return thing
 
 
-def _models_in(thing: Any) -> Mapping[str, torch.nn.Module]:
+def models_in(thing: Any) -> Mapping[str, torch.nn.Module]:
+    """Return the models of a pipeline by name; a model by the empty name."""
     parts = {"": thing} if isinstance(thing, torch.nn.Module) else vars(thing)
     return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
 

@@ -74,6 +74,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         ├── SegmentBusy
         ├── NotPublishable
         ├── PublicationBroken
+        ├── UpdateRefused
         ├── SegmentCorrupt
         ├── SegmentProtected
         ├── SegmentRemoved

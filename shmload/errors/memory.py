@@ -221,6 +221,18 @@ class NotPublishable(SegmentError):
         )
 
 
+class UpdateRefused(SegmentError):
+    """The weights of a pipeline or model cannot become those of a source; none has changed.
+
+    Args:
+        source: what they were to become.
+        reason: what differs, by its path.
+    """
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(f"not updated to {source}: {reason}; load it instead")
+
+
 class PublicationBroken(SegmentError):
     """A publication cannot be loaded here.
 

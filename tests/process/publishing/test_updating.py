@@ -1,0 +1,267 @@
+"""A pipeline gets the weights of another version in place: all of them, or none."""
+
+import threading
+
+import pytest
+import torch
+from comparing import assert_equal, reference
+from halving import Halves
+from mappings import copied_nbytes, state_of
+from peft import LoraConfig
+from pipelines import run, save
+
+import shmload
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+
+@pytest.fixture
+def trained(saved):
+    """Return a resident pipeline, and a function that changes a part of it and publishes it."""
+
+    def load():
+        pipe = shmload.load_pipeline(saved("stable-diffusion"), keep=True, progress=False)
+
+        def publish():
+            with torch.no_grad():
+                pipe.unet.conv_in.weight.add_(1)
+            return shmload.publish(pipe, "trained")
+
+        return pipe, publish
+
+    return load
+
+
+def test_pipeline_gets_the_new_weights_and_keeps_its_objects(trained):
+    pipe, publish = trained()
+    reader = publish().load()
+    before = dict(reader.unet.named_parameters())
+    places = {name: each.data_ptr() for name, each in state_of(reader).items()}
+    made = publish()
+    assert shmload.newest("shm:trained") == made.newest() == "shm:trained@2"
+    done = shmload.update(reader, made)
+    models = [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
+    own = [each for model in models for each in model.buffers()]  # in no file, so in each version
+    assert (done.source, done.tensors) == ("shm:trained@2", 1 + len(own))
+    assert done.changed_nbytes == sum(each.nbytes for each in (pipe.unet.conv_in.weight, *own))
+    assert_equal(reader, pipe)
+    assert dict(reader.unet.named_parameters()) == before
+    moved = [name for name, each in state_of(reader).items() if each.data_ptr() != places[name]]
+    assert moved == ["unet.conv_in.weight"]
+    assert copied_nbytes(reader) == 0
+    assert (run(reader) == run(made.load())).all()
+
+
+def test_what_is_there_already_is_left_alone(trained):
+    _, publish = trained()
+    made = publish()
+    reader = made.load()
+    assert shmload.update(reader, made).tensors == 0
+
+
+def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
+    pipe, publish = trained()
+    reader = publish().load()
+    with torch.no_grad():
+        reader.vae.encoder.conv_in.weight.zero_()
+    assert shmload.update(reader, "shm:trained").tensors >= 1
+    assert_equal(reader, pipe)
+
+
+def test_older_version_can_come_back(trained):
+    _, publish = trained()
+    first = publish()
+    wanted = first.load().unet.conv_in.weight.clone()
+    reader = publish().load()
+    shmload.update(reader, "shm:trained@1")
+    assert torch.equal(reader.unet.conv_in.weight, wanted)
+
+
+def test_directory_is_a_source_too(saved, trained, tmp_path):
+    _, publish = trained()
+    reader = publish().load()
+    other = save("stable-diffusion", tmp_path / "other", seed=7)
+    shmload.update(reader, other)
+    wanted = state_of(reference(other))
+    assert all(torch.equal(each, wanted[name]) for name, each in state_of(reader).items())
+    assert copied_nbytes(reader) == 0
+
+
+def test_other_pipeline_keeps_its_weights(trained):
+    _, publish = trained()
+    one, other = publish().load(), shmload.load_pipeline("shm:trained@1")
+    wanted = other.unet.conv_in.weight.clone()
+    shmload.update(one, publish())
+    assert torch.equal(other.unet.conv_in.weight, wanted)
+
+
+def test_model_is_updated_too_with_what_its_tensors_have_beside_bytes():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    model[0].weight = Halves(torch.ones(8, 8, dtype=torch.int8), 0.5)
+    reader = shmload.publish(model.eval(), "halves").load()
+    model[0].weight.scale = 0.25
+    model[1].running_mean.add_(1)
+    shmload.update(reader, shmload.publish(model, "halves"))
+    assert torch.equal(reader[0].weight, model[0].weight)
+    assert torch.equal(reader[1].running_mean, model[1].running_mean)
+    assert reader[0].weight.scale == 0.25
+
+
+# Nothing, if it cannot be all ---------------------------------------------------------------------
+
+
+def add_lora(pipe):
+    pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+
+
+def widen(pipe):
+    pipe.unet.conv_out = torch.nn.Conv2d(8, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (add_lora, "unet.down_blocks"),
+        (widen, "unet.conv_out"),
+        (lambda pipe: pipe.text_encoder.half(), "text_encoder"),
+        (lambda pipe: setattr(pipe, "vae", None), "list of models"),
+        (lambda pipe: pipe.vae.to("meta"), "vae"),
+    ],
+)
+def test_other_structure_is_refused_and_nothing_changes(trained, change, said):
+    pipe, publish = trained()
+    reader = publish().load()
+    change(reader)
+    before = {name: each.clone() for name, each in state_of(reader).items() if not each.is_meta}
+    with torch.no_grad():
+        pipe.text_encoder.get_input_embeddings().weight.add_(1)
+    with pytest.raises(shmload.UpdateRefused, match=said):
+        shmload.update(reader, publish())
+    after = state_of(reader)
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+
+
+def test_tied_weights_stay_tied_or_are_refused(trained):
+    pipe, publish = trained()
+    blocks = pipe.unet.down_blocks[0].resnets[0], pipe.unet.down_blocks[0].resnets[0]
+    blocks[0].norm2.weight = blocks[0].norm1.weight
+    reader = publish().load()
+    tied = reader.unet.down_blocks[0].resnets[0]
+    assert tied.norm1.weight is tied.norm2.weight
+    with torch.no_grad():
+        blocks[0].norm1.weight.add_(1)
+    shmload.update(reader, publish())
+    assert tied.norm1.weight is tied.norm2.weight
+    assert_equal(reader, pipe)
+    blocks[0].norm2.weight = torch.nn.Parameter(blocks[0].norm1.weight.detach() + 1)
+    with pytest.raises(shmload.UpdateRefused, match="tied"):
+        shmload.update(reader, publish())
+
+
+def test_unknown_source_changes_nothing(trained):
+    pipe, _ = trained()
+    with pytest.raises(shmload.SegmentNotFound):
+        shmload.update(pipe, "shm:nothing")
+    with pytest.raises(shmload.ArgumentError, match="shm:NAME"):
+        shmload.update(pipe.unet, "some/path")
+
+
+# Several processes --------------------------------------------------------------------------------
+
+_READERS = """
+import os, sys, time, torch, diffusers, transformers, shmload
+torch.set_num_threads(1)
+
+def follow(number, go):
+    pipe = shmload.load_pipeline("shm:trained")
+    print("READY", number, flush=True)
+    os.read(go, 1)
+    began = time.monotonic()
+    shmload.update(pipe, "shm:trained")
+    took = time.monotonic() - began
+    print("AT", took, float(pipe.unet.conv_in.weight.detach().sum()), flush=True)
+
+go, start = os.pipe()
+readers = []
+for number in range(4):
+    pid = os.fork()
+    if not pid:
+        follow(number, go)
+        os._exit(0)
+    readers.append(pid)
+sys.stdin.readline()
+os.write(start, b"1234")
+for pid in readers:
+    os.waitpid(pid, 0)
+"""
+
+
+def test_four_readers_follow_a_trainer_that_does_not_wait_for_them(trained, new_child):
+    pipe, publish = trained()
+    publish()
+    readers = new_child(_READERS)
+    for _ in range(4):
+        readers.expect("READY")
+    for _ in range(5):  # faster than they follow
+        publish()
+    readers.say()
+    wanted = float(pipe.unet.conv_in.weight.detach().sum())
+    for _ in range(4):
+        took, found = map(float, readers.expect("AT").split())
+        assert found == wanted
+        assert took < 10  # a busy machine; `scripts/bench switch` measures it
+
+
+def test_version_that_is_removed_stays_with_who_has_it(trained):
+    _, publish = trained()
+    reader = publish().load()
+    wanted = {name: each.clone() for name, each in state_of(reader).items()}
+    publish()
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict("shm:trained@1")
+    assert all(torch.equal(each, wanted[name]) for name, each in state_of(reader).items())
+    done = shmload.update(reader, "shm:trained")
+    assert done.source == "shm:trained@2"
+    shmload.evict("shm:trained@1")
+    with pytest.raises(shmload.SegmentNotFound):
+        shmload.update(reader, "shm:trained@1")
+
+
+def test_reader_that_is_killed_in_the_middle_harms_nobody(trained, new_child):
+    pipe, publish = trained()
+    made = publish()
+    child = new_child("""
+import sys, torch, shmload
+from shmload.integrations import updating
+pipe = shmload.load_pipeline("shm:trained")
+adopt = updating.adopt
+def stop(*models):
+    print("HALF", flush=True)
+    sys.stdin.read()
+updating.adopt = stop
+print("READY", flush=True)
+sys.stdin.readline()
+shmload.update(pipe, "shm:trained")
+""")
+    child.expect("READY")
+    newer = publish()
+    child.say()
+    child.expect("HALF")
+    child.process.kill()
+    child.wait()
+    assert_equal(newer.load(), pipe)
+    shmload.verify("shm:trained")
+    shmload.evict(made.source)
+
+
+def test_two_pipelines_are_updated_by_two_threads(trained):
+    _, publish = trained()
+    readers = [publish().load(), shmload.load_pipeline("shm:trained")]
+    made = publish()
+    threads = [threading.Thread(target=shmload.update, args=(each, made)) for each in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for reader in readers:
+        assert_equal(reader, made.load())
