@@ -4,22 +4,24 @@ Guarantee: afterwards all weights are those of the source, or none has changed. 
 tensors that differ are mapped anew, and nothing is copied; the others are not touched.
 """
 
+import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from shmload._building.homecoming import adopt, has_pinned_copies, homes_of
-from shmload._building.homes import Homes
-from shmload._building.mapped import modules_of, plain_tensors
-from shmload._building.publishing import Published, load_published
-from shmload._building.structure import models_in
+from shmload._building.homes import Home, Homes, homes_in_all
+from shmload._building.mapped import hold_leases, modules_of
+from shmload._building.published import Opened, opened
+from shmload._building.publishing import Published
+from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
-from shmload._compat import original_of_compiled
-from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import has_own_pages
+from shmload._compat import as_plain_tensors
+from shmload._host.collector import paused_gc
 from shmload._placement.inventory import DISK, META, OFFLOAD
 from shmload._segments.publications import Publication
 from shmload.errors import ArgumentError, UpdateRefused
@@ -57,26 +59,28 @@ def update(thing: Any, source: _Source) -> Updated:
         UpdateRefused: a class, a shape or a dtype differs, or an offloading call has the weights.
         ShmloadError: as `load_pipeline`. After any error, nothing has changed.
     """
-    version, load = _loader_of(thing, source)
-    new = load()
-    try:
-        pairs = list(_pair(models_in(thing), models_in(new)))
-        changes = [change for pair in pairs for change in _changes_of(*pair)]
-    except _Differs as exc:
-        raise UpdateRefused(version, str(exc)) from exc
-    # First what can fail: a device may be full.
-    staged = [(old, new.to(old.device)) for old, new in changes]
-    for old, there in staged:
-        vars(old).update(vars(there))
-        if old.is_cpu:
-            old.data = there
-        else:  # its address stays: a graph that was captured has it
-            old.data.copy_(there)
-    for _, old_model, new_model in pairs:
-        adopt(old_model, new_model)
+    text = source.source if isinstance(source, Published) else str(source)
+    _refuse_offloaded(thing, text)
+    with paused_gc(), as_plain_tensors(), _attached(thing, text) as new:
+        pairs = _pair(thing, new)
+        homes = homes_in_all()
+        changes = _find_changes(thing, pairs, homes)
+        # First what can fail: a device may be full.
+        staged = [(old, tensor.to(old.device)) for old, tensor in changes]
+        for old, there in staged:
+            if old.is_cpu:
+                old.data = there
+            else:  # its address stays: a graph that was captured has it
+                old.data.copy_(there)
+        new.hold([tensor for _, tensor in changes])
+        on_device = [
+            (old, home) for old, tensor in pairs if not old.is_cpu and (home := homes.find(tensor))
+        ]
+        for model in models_in(thing).values():
+            adopt(model, homes, on_device)
     _copy_others(thing)
-    nbytes = sum(new.nbytes for _, new in changes)
-    return Updated(source=version, tensors=len(changes), changed_nbytes=nbytes)
+    nbytes = sum(tensor.nbytes for _, tensor in changes)
+    return Updated(source=new.source, tensors=len(changes), changed_nbytes=nbytes)
 
 
 def newest(source: str) -> str:
@@ -91,21 +95,12 @@ def newest(source: str) -> str:
     return Publication(Publication.parse(source).name).newest().source
 
 
-def _loader_of(thing: Any, source: _Source) -> tuple[str, Callable[[], Any]]:
-    """Return a source with its version, and the function that loads it."""
-    text = source.source if isinstance(source, Published) else str(source)
-    if is_publication(text):
-        asked = Publication.parse(text)
-        version = (asked if asked.version else asked.newest()).source
-        return version, lambda: load_published(version)
-    if isinstance(thing, torch.nn.Module):
-        raise ArgumentError(f"{text}: a model takes its weights from a publication, shm:NAME")
-    dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
-    return text, lambda: load_pipeline(text, pipeline_class=type(thing), dtype=dtypes, keep=True)
-
-
-def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
-    return next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+def _refuse_offloaded(thing: Any, source: str) -> None:
+    for name, model in models_in(thing).items():
+        devices = {str(each) for each in getattr(model, "hf_device_map", {}).values()}
+        if devices & {DISK, META, OFFLOAD} or any(map(has_pinned_copies, modules_of(model))):
+            reason = f"an offloading call has the weights of {name or 'the model'}"
+            raise UpdateRefused(source, reason)
 
 
 def _copy_others(thing: Any) -> None:
@@ -117,130 +112,103 @@ def _copy_others(thing: Any) -> None:
                     value.data = value.clone()
 
 
+# The weights of the source ------------------------------------------------------------------------
+
+
+class _New(NamedTuple):
+    """The weights of a source, as `lines_of` has them; attached, and not read."""
+
+    source: str
+    """With its version."""
+    lines: Sequence[tuple[str, str, object]]
+    """Path, look, and a key; None for a module."""
+    tensor: Callable[[Any, torch.Tensor], torch.Tensor]
+    """Returns the tensor of a key, given one of its dtype, shape and strides."""
+    hold: Callable[[Sequence[torch.Tensor]], None]
+    """Keeps their segments as long as some tensors live."""
+
+
+@contextlib.contextmanager
+def _attached(thing: Any, source: str) -> Iterator[_New]:
+    """Attach a source: of a publication its segments, else the pipeline."""
+    if is_publication(source):
+        with opened(source) as version:
+            weights = version.structure.weights
+            lines = [(path, look, None if key < 0 else key) for path, look, key in weights]
+            yield _New(version.source, lines, version.tensor, functools.partial(_hold, version))
+        return
+    if isinstance(thing, torch.nn.Module):
+        raise ArgumentError(f"{source}: a model takes its weights from a publication, shm:NAME")
+    dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
+    pipe = load_pipeline(source, pipeline_class=type(thing), dtype=dtypes, keep=True)
+    yield _New(source, list(lines_of(pipe)), lambda tensor, like: tensor, lambda tensors: None)
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+
+
+def _hold(version: Opened, tensors: Sequence[torch.Tensor]) -> None:
+    holder = torch.nn.Module()
+    holder._buffers.update({str(number): each for number, each in enumerate(tensors)})
+    hold_leases([holder], version.segments, version.spans)
+
+
 # What differs -------------------------------------------------------------------------------------
 
 
-class _Differs(Exception):
-    """Raised with what differs here and in the source, other than bytes."""
-
-
-class _Change(NamedTuple):
-    """A tensor, and the one whose bytes it gets."""
-
-    old: torch.Tensor
-    new: torch.Tensor
-
-
-def _pair(
-    here: Mapping[str, torch.nn.Module], there: Mapping[str, torch.nn.Module]
-) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
-    """Yield the models of a pipeline by name, each with that of the source; they are alike.
+def _pair(thing: Any, new: _New) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor of a pipeline with that of the source, which may have other bytes.
 
     Raises:
-        _Differs: a module differs in its class or its parts.
+        UpdateRefused: something else differs.
     """
-    _require_equal("the list of models", sorted(here), sorted(there))
-    for name, new in there.items():
-        old = original_of_compiled(here[name]) or here[name]
-        olds, news = list(modules_of(old)), list(modules_of(new))
-        for module, other in zip(olds, news, strict=False):
-            if _look_of(module) != _look_of(other):
-                path = _path_of(old, module, name)
-                _require_equal(path, _look_of(module), _look_of(other))
-            devices = {str(each) for each in getattr(module, "hf_device_map", {}).values()}
-            if has_pinned_copies(module) or devices & {DISK, META, OFFLOAD}:
-                path = _path_of(old, module, name)
-                raise _Differs(f"an offloading call has the weights of {path}")
-        _require_equal(f"the number of modules of {name or 'the model'}", len(olds), len(news))
-        yield name, old, new
+    here = list(lines_of(thing))
+    found: dict[int, tuple[object, torch.Tensor, torch.Tensor]] = {}
+    for (path, look, old), (new_path, new_look, key) in zip(here, new.lines, strict=False):
+        if path != new_path:
+            raise UpdateRefused(new.source, f"here is {path}, where there is {new_path}")
+        if look != new_look:
+            raise UpdateRefused(new.source, f"{path} is {look} here, and {new_look} there")
+        if old is None:
+            continue
+        if old.is_meta:
+            raise UpdateRefused(new.source, f"{path} has no bytes here")
+        if id(old) not in found:
+            found[id(old)] = key, old, new.tensor(key, old)
+        elif not _is_same(found[id(old)][0], key):
+            raise UpdateRefused(new.source, f"{path} is tied to another weight here, and not there")
+    if len(here) != len(new.lines):
+        longer = max(here, new.lines, key=len)
+        path = longer[min(len(here), len(new.lines))][0]
+        raise UpdateRefused(new.source, f"{path} is only {'here' if longer is here else 'there'}")
+    return [(old, tensor) for _, old, tensor in found.values()]
 
 
-def _require_equal(what: str, here: object, there: object) -> None:
-    if here != there:
-        raise _Differs(f"{what} is {here} here, and {there} there")
+def _is_same(key: object, other: object) -> bool:
+    return key is other or (isinstance(key, int) and key == other)
 
 
-def _look_of(module: torch.nn.Module) -> str:
-    """Describe a module; two that are described alike can have each other's weights."""
-    tensors = ", ".join(
-        f"{name} {type(each).__name__} {each.dtype} {tuple(each.shape)} {_made_how(each)}"
-        for name, each in _tensors_of(module)
-    )
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}({', '.join(module._modules)}; {tensors})"
+def _find_changes(
+    thing: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], homes: Homes
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the pairs of which the tensor here is not that of the source.
 
-
-def _made_how(tensor: torch.Tensor) -> object:
-    """Return how a tensor is made of others, beside their bytes; empty for one of bytes."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return flatten()[1] if flatten else ""
-
-
-def _path_of(model: torch.nn.Module, module: torch.nn.Module, name: str) -> str:
-    paths = (path for path, each in model.named_modules(prefix=name) if each is module)
-    return str(next(paths))
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for held in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in held.items() if tensor is not None)
-
-
-def _changes_of(
-    model_name: str, old_model: torch.nn.Module, new_model: torch.nn.Module
-) -> list[_Change]:
-    """Return the tensors of a model that are to change.
-
-    Raises:
-        _Differs: tensors are tied here, and not there, or have no bytes here.
+    On the host it is, if it lies at the same place of the same segment, and this process has no
+    page of its own of it. Bytes elsewhere do not count: they would keep the memory of an old
+    version. On a device the bytes are compared there.
     """
-    homes = homes_of(new_model)
-    pairs: dict[int, _Change] = {}
-    for module, other in zip(modules_of(old_model), modules_of(new_model), strict=True):
-        for (name, here), (_, there) in zip(_tensors_of(module), _tensors_of(other), strict=True):
-            parts = zip(plain_tensors(here), plain_tensors(there), strict=True)
-            for old, new in parts:
-                is_tied = pairs.setdefault(id(old), _Change(old, new)).new is not new
-                if old.is_meta or is_tied:
-                    path = f"{_path_of(old_model, module, model_name)}.{name}"
-                    why = "tied to another here, and not there" if is_tied else "without bytes here"
-                    raise _Differs(f"{path} is {why}")
-    same = _unchanged(list(pairs.values()), homes) if homes else set()
-    return [change for key, change in pairs.items() if key not in same]
-
-
-def _unchanged(changes: list[_Change], homes: Homes) -> set[int]:
-    """Return the ids of the tensors that have the bytes of the source.
-
-    On the host, those that lie at the same place of the same segment, and of which this process
-    has no page of its own. Those at another place change, whatever their bytes: they would keep the
-    memory of an old version. On a device, those that do not differ when they are compared there.
-    """
+    before = {each for model in models_in(thing).values() if (each := homes_of(model))}
     same = set()
-    on_device = []
-    for old, new in changes:
-        home = homes.find(new)
-        is_there = home is not None and homes.find(old) == home
+    to_compare: list[tuple[torch.Tensor, Home]] = []
+    for old, tensor in pairs:
+        home = homes.find(tensor)
         if old.numel() == 0:
             same.add(id(old))
-        elif not _are_marked_alike(old, new):
-            continue
-        elif home and is_there and not old.is_cpu:
-            on_device.append((old, home))
-        elif is_there and _is_untouched(old):
-            same.add(id(old))
-    return same | homes.take_home(on_device).keys()
-
-
-def _are_marked_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same attributes; False if one cannot be compared."""
-    values = (*vars(old).values(), *vars(new).values())
-    is_simple = all(isinstance(each, bool | int | float | str) for each in values)
-    return is_simple and vars(old) == vars(new)
-
-
-def _is_untouched(tensor: torch.Tensor) -> bool:
-    """Tell whether this process has no page of its own of a mapped tensor."""
-    begin = tensor.data_ptr() // PAGE_NBYTES * PAGE_NBYTES
-    end = -(-(tensor.data_ptr() + tensor.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-    return not has_own_pages(begin, end)
+        elif home and old.is_cpu:
+            if homes.find(old) == home and homes.is_untouched(old):
+                same.add(id(old))
+        elif home and home in (each.find(old) for each in before):
+            to_compare.append((old, home))
+    same |= homes.take_home(to_compare).keys()
+    return [(old, tensor) for old, tensor in pairs if id(old) not in same]

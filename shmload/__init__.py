@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload.integrations.mixing import mix as mix
     from shmload.integrations.models import load_model as load_model
     from shmload.integrations.redirect import redirect as redirect
+    from shmload.integrations.switching import Switcher as Switcher
+    from shmload.integrations.switching import SwitcherFigures as SwitcherFigures
     from shmload.integrations.updating import Updated as Updated
     from shmload.integrations.updating import newest as newest
     from shmload.integrations.updating import update as update
@@ -61,6 +63,8 @@ _HOMES = {
     "Published": "shmload._building.publishing",
     "SegmentInfo": "shmload._segments.listing",
     "ShardPlan": "shmload._loading.plan",
+    "Switcher": "shmload.integrations.switching",
+    "SwitcherFigures": "shmload.integrations.switching",
     "Updated": "shmload.integrations.updating",
     "ViewDirectory": "shmload._segments.standing_views",
     "WarmReport": "shmload._loading.verbs",

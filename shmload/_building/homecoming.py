@@ -62,26 +62,21 @@ def homes_of(model: torch.nn.Module) -> Homes | None:
     return _watched.get(model)
 
 
-def adopt(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Watch a model as another is, whose weights it has now.
+def adopt(
+    model: torch.nn.Module, homes: Homes, on_device: Iterable[tuple[torch.Tensor, Home]]
+) -> None:
+    """Watch a model that has other weights now.
 
     Args:
-        model: its weights may be on a device.
-        other: of the same modules; its weights are on the host.
+        model: some of its weights may be on a device.
+        homes: of its weights.
+        on_device: those that are on a device.
     """
-    for module, there in zip(modules_of(model), modules_of(other), strict=True):
-        homes = _watched.get(there)
-        if homes is None:
-            _watched.pop(module, None)
-            continue
+    _watch_moves()
+    for module in modules_of(model):
         _watched[module] = homes
-        with as_plain_tensors():
-            for old, new in zip(
-                tensors_of(module, recurse=False), tensors_of(there, recurse=False), strict=True
-            ):
-                homes.forget(old)
-                if home := homes.find(new):
-                    homes.note(old, home)
+    for tensor, home in on_device:
+        homes.note(tensor, home)
 
 
 def has_pinned_copies(module: torch.nn.Module) -> bool:

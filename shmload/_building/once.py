@@ -19,7 +19,8 @@ import torch
 
 from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
-from shmload._building.publishing import load_published, publish_version
+from shmload._building.published import load_published
+from shmload._building.publishing import publish_version
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import SCHEME
 from shmload._host.fingerprint import files_below, fingerprint

@@ -4,48 +4,37 @@ A tensor whose bytes are those of a segment stays there, and the publication nee
 others are copied once, into the publication's own segment, with the structure.
 """
 
-import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 import torch
 
-from shmload._building.homecoming import watch
-from shmload._building.homes import Homes
-from shmload._building.mapped import Spans, hold_leases, map_ranges
-from shmload._building.structure import (
-    CannotKeep,
-    Region,
-    Structure,
-    put_together,
-    take_apart,
-)
+from shmload._building.mapped import Spans, map_ranges
+from shmload._building.published import STRUCTURE, Place, Record, load_published, storage_over
+from shmload._building.structure import CannotKeep, Region, put_together, take_apart
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
-from shmload._checkpoints.library import whole_libraries
-from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.procfs import has_own_pages
 from shmload._host.shm import write_at
 from shmload._loading.room import made_room, own_budget
 from shmload._segments.layout import lay_out
+from shmload._segments.listing import names_by_inode
 from shmload._segments.metadata import make_metadata
-from shmload._segments.names import segment_names
 from shmload._segments.part import Part
 from shmload._segments.publications import Publication
 from shmload._segments.removal import attached, give_back
-from shmload._segments.segment import Segment, Stay, attach, peek
+from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.upkeep import digest_data
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import ArgumentError, NotPublishable, PublicationBroken
+from shmload.errors import ArgumentError, NotPublishable
 
 logger = logger_of(__name__)
 
-_STRUCTURE = "structure"
 _DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _RAW = "raw"
 # Their names lie in the header's text, whose length is limited.
@@ -83,23 +72,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     def load(self) -> Any:
         """Load this version, as `load_pipeline(self.source)` does."""
         return load_published(self.source)
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """Where a region's bytes are."""
-
-    segment: int
-    """Index into `needs`; -1 for the publication's own segment."""
-    offset: int
-    """Offset in the file in bytes; of an own one, the number that is its name."""
-    nbytes: int
-
-
-class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publication's segment has beside the bytes of tensors."""
-
-    structure: Structure
-    regions: list[_Place]
 
 
 def publish(thing: Any, name: str) -> Published:
@@ -151,8 +123,9 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
         raise ArgumentError(f"a {type(thing).__name__} is neither a pipeline nor a model")
     try:
         apart = take_apart(thing)
+        storages = [storage_over(_memory(each)) for each in apart.regions]
         # What cannot be restored here would be restored nowhere.
-        put_together(apart.structure, [_storage(_memory(each)) for each in apart.regions])
+        put_together(apart.structure, storages.__getitem__)
     except Exception as exc:  # whatever a class does when it is restored
         reason = str(exc) if isinstance(exc, CannotKeep) else f"{type(exc).__name__}: {exc}"
         raise NotPublishable(asked.source, reason) from exc
@@ -161,7 +134,7 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
         needs = lenders.keep()
         if len(needs) > _MOST_NEEDED:
             raise NotPublishable(asked.source, f"it needs {len(needs)} segments")
-        record = msgspec.msgpack.encode(_Record(structure=apart.structure, regions=places))
+        record = msgspec.msgpack.encode(Record(structure=apart.structure, regions=places))
         number, part = asked.begin()
         with part:
             source = Publication(asked.name, number).source
@@ -185,10 +158,7 @@ class _Lenders:
     """
 
     def __init__(self) -> None:
-        self._names: dict[Inode, str] = {}
-        for segment in filter(None, map(peek, segment_names())):
-            with segment:
-                self._names[segment.inode] = segment.name
+        self._names = names_by_inode()
         self.spans = Spans(set(self._names))
         self._segments: dict[Inode, Segment | None] = {}
         self._needed: dict[Inode, int] = {}
@@ -221,7 +191,7 @@ class _Lenders:
         return tuple(segment.name for segment in needed)
 
 
-def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], list[_Place]]:
+def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], list[Place]]:
     """Return the regions that no segment has, and the place of each region."""
     own: list[Region] = []
     places = []
@@ -231,9 +201,9 @@ def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], 
             segment = lenders.find(mapping.inode)
             offset = mapping.offset + region.address - mapping.start
             if segment and _is_unchanged(region, segment, offset):
-                places.append(_Place(lenders.need(mapping.inode), offset, region.nbytes))
+                places.append(Place(lenders.need(mapping.inode), offset, region.nbytes))
                 continue
-        places.append(_Place(-1, len(own), region.nbytes))
+        places.append(Place(-1, len(own), region.nbytes))
         own.append(region)
     return own, places
 
@@ -266,11 +236,11 @@ def _write(
 ) -> int:
     """Write a version and give it its name; return its size in bytes."""
     contents = {str(number): _memory(region) for number, region in enumerate(own)}
-    contents[_STRUCTURE] = memoryview(record)
+    contents[STRUCTURE] = memoryview(record)
     specs = []
     position = 0
     for name, content in contents.items():
-        dtype = own[int(name)].dtype if name != _STRUCTURE else torch.uint8
+        dtype = own[int(name)].dtype if name != STRUCTURE else torch.uint8
         stored = _DTYPES.get(str(dtype).removeprefix("torch."), "U8")
         count = content.nbytes // (dtype.itemsize if stored != "U8" else 1)
         specs.append(TensorSpec(name, stored, (count,), position, position + content.nbytes))
@@ -288,74 +258,3 @@ def _write(
             write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
     part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_pinned).close()
     return layout.nbytes
-
-
-def load_published(source: str, given: Mapping[str, object] | None = None) -> Any:
-    """Return the pipeline or model of a publication.
-
-    Its tensors are mapped copy-on-write from its segment and from those that it needs.
-
-    Args:
-        source: `shm:NAME`, for the newest version, or `shm:NAME@VERSION`.
-        given: the other arguments of the call; each must be None or False.
-
-    Raises:
-        SegmentNotFound: there is no such publication.
-        PublicationBroken: it cannot be loaded here; says why.
-        ArgumentError: an argument that a publication does not take.
-    """
-    asked = given or {}
-    if others := sorted(
-        name for name, value in asked.items() if value is not None and value is not False
-    ):
-        raise ArgumentError(
-            f"{source} is loaded as it was published: leave out {', '.join(others)}"
-        )
-    version, own = Publication.parse(source).attach()
-    with contextlib.ExitStack() as closing:
-        segments = [closing.enter_context(own)]
-        own.touch()
-        for name in own.read_metadata().needs:
-            segment = attach(name)
-            if segment is None:
-                raise PublicationBroken(version.source, f"its segment {name} is gone")
-            segment.touch()
-            segments.append(closing.enter_context(segment))
-        with whole_libraries(), paused_gc():
-            try:
-                thing = _build(segments)
-            except (OSError, MemoryError):
-                raise
-            except Exception as exc:  # whatever a class does when it is restored
-                raise PublicationBroken(version.source, f"{type(exc).__name__}: {exc}") from exc
-        spans = Spans({segment.inode for segment in segments})
-        parts = [thing, *vars(thing).values()]
-        hold_leases(parts, segments, spans)
-        homes = Homes(segments, spans)
-        for part in parts:
-            if isinstance(part, torch.nn.Module):
-                watch(part, homes)
-    return thing
-
-
-def _build(segments: Sequence[Segment]) -> Any:
-    """Build what the first of some segments has, over it and the others."""
-    own = segments[0].read_header()
-    specs = {spec.name: spec for spec in own.tensors}
-    mapped = [map_ranges(each.fd, [(0, each.nbytes)]) for each in segments]
-    at = own.data_offset + specs[_STRUCTURE].begin
-    record = msgspec.msgpack.decode(
-        memoryview(mapped[0])[at : at + specs[_STRUCTURE].nbytes], type=_Record
-    )
-    storages = []
-    for place in record.regions:
-        offset = place.offset
-        if place.segment < 0:
-            offset = own.data_offset + specs[str(place.offset)].begin
-        content = memoryview(mapped[place.segment + 1])[offset : offset + place.nbytes]
-        storages.append(_storage(content))
-    return put_together(record.structure, storages)
-
-
-def _storage(content: memoryview) -> torch.UntypedStorage:
-    return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()

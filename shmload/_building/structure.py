@@ -8,7 +8,7 @@ import importlib
 import io
 import pickle
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from diffusers.configuration_utils import FrozenDict
 
 from shmload._building.mapped import modules_of
 from shmload._building.pickling import register_classes, restore_frozen_dict
+from shmload._building.weights import lines_of, models_in
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
@@ -28,6 +29,7 @@ from shmload._compat import (
 )
 
 _Spot = tuple[int, int]
+_StorageOf = Callable[[int], torch.UntypedStorage]
 # The program itself, and the libraries' packages of code that repositories bring.
 _OF_PROCESSES = {"__main__", "__mp_main__", "diffusers_modules", "transformers_modules"}
 # Of parts within parts, below which what cannot be kept is not looked for.
@@ -43,6 +45,8 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """Of each tensor: its region, and where it begins there, in bytes."""
     packages: dict[str, str]
     """The versions of the packages whose classes are pickled."""
+    weights: list[tuple[str, str, int]]
+    """The lines of its weights, each with an index into `places`; of modules -1."""
 
 
 class Region(NamedTuple):
@@ -90,17 +94,23 @@ def take_apart(thing: Any) -> Apart:
         if offset % tensor.itemsize:
             raise CannotKeep("tensors of several dtypes that overlap by parts of an element")
     structure = Structure(
-        pickled=buffer.getvalue(), places=places, packages=_versions(pickler.packages)
+        pickled=buffer.getvalue(),
+        places=places,
+        packages=_versions(pickler.packages),
+        weights=[
+            (path, look, -1 if tensor is None else pickler.numbers.get(id(tensor), -1))
+            for path, look, tensor in lines_of(thing)
+        ],
     )
     return Apart(structure, regions, pickler.tensors)
 
 
-def put_together(structure: Structure, storages: Sequence[torch.UntypedStorage]) -> Any:
+def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
     """Return what was taken apart.
 
     Args:
         structure: from `take_apart`.
-        storages: the memory of each region.
+        storage_of: returns the memory of a region.
 
     Raises:
         ValueError: a package has another version here.
@@ -110,7 +120,7 @@ def put_together(structure: Structure, storages: Sequence[torch.UntypedStorage])
     for name, version in structure.packages.items():
         if here[name] != version:
             raise ValueError(f"it was published with {name} {version}, and here is {here[name]}")
-    thing = _Unpickler(structure, storages).load()
+    thing = _Unpickler(structure, storage_of).load()
     modules = [module for model in models_in(thing).values() for module in modules_of(model)]
     register_classes(modules)
     for module in modules:
@@ -120,12 +130,6 @@ def put_together(structure: Structure, storages: Sequence[torch.UntypedStorage])
     for part in vars(thing).values():
         wrap_decode(part)
     return thing
-
-
-def models_in(thing: Any) -> Mapping[str, torch.nn.Module]:
-    """Return the models of a pipeline by name; a model by the empty name."""
-    parts = {"": thing} if isinstance(thing, torch.nn.Module) else vars(thing)
-    return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
 
 
 class _Bytes(NamedTuple):
@@ -140,6 +144,8 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
+        self.numbers: dict[int, int] = {}
+        """By the id of what was pickled."""
         self.packages: set[str] = set()
 
     def persistent_id(self, obj: object) -> int | None:
@@ -189,6 +195,7 @@ class _Pickler(pickle.Pickler):
                 "conjugate of another"
             )
         with as_plain_tensors():
+            self.numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor.detach().cpu())
         made = tensor.dtype, tuple(tensor.shape), tuple(self.tensors[-1].stride())
         content = _Bytes(len(self.tensors) - 1)
@@ -196,14 +203,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, structure: Structure, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, structure: Structure, storage_of: _StorageOf) -> None:
         super().__init__(io.BytesIO(structure.pickled))
         self._places = structure.places
-        self._storages = storages
+        self._storage_of = storage_of
 
     def persistent_load(self, pid: Any) -> "tuple[torch.UntypedStorage, int] | None":
         region, offset = self._places[pid]
-        return None if region < 0 else (self._storages[region], offset)
+        return None if region < 0 else (self._storage_of(region), offset)
 
 
 def _wrap(

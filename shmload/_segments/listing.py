@@ -107,6 +107,15 @@ def segments_by_lock() -> list[SegmentInfo]:
     return [info for info, _ in _list()]
 
 
+def names_by_inode() -> dict[Inode, str]:
+    """Return the names of this user's segments by their files."""
+    found = {}
+    for segment in filter(None, map(peek, segment_names())):
+        with segment:
+            found[segment.inode] = segment.name
+    return found
+
+
 def publications_by_segment() -> dict[str, list[str]]:
     """Return the segments of the publications that need a segment, by its name."""
     found: dict[str, list[str]] = {}

@@ -33,8 +33,10 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     ├── CapacityError (OSError)
     │   ├── SharedMemoryFull
     │   ├── MemoryLimitExceeded
+    │   ├── NoRoom
     │   ├── ProcessLimitExceeded
     │   └── DoesNotFit
+    ├── SwitchTimeout (TimeoutError)
     ├── JobError
     │   ├── ItemError
     │   │   ├── ItemFailed

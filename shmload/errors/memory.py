@@ -69,6 +69,28 @@ class SharedMemoryFull(CapacityError):
     """The file system at /dev/shm is too small."""
 
 
+class NoRoom(CapacityError):
+    """A pipeline does not fit into the budget of a `Switcher`, whatever goes for it.
+
+    Args:
+        name: of the pipeline.
+        needed: what it takes, in bytes.
+        available: what is left beside what stays, in bytes.
+        most: the budget, in bytes.
+        limit: the argument that sets it.
+    """
+
+    def __init__(self, name: str, needed: int, available: int, most: int, limit: str) -> None:
+        super().__init__(needed, available, limit, "", most=most)
+        stays = most - available
+        self.args = (
+            f"{name} takes {format_nbytes(needed)}, but {limit} of {format_nbytes(most)} leaves "
+            f"{format_nbytes(max(0, available))} beside {format_nbytes(stays)} that is pinned, or "
+            "that the program refers to after its `with` block; raise it, `shmload unpin`, or drop "
+            "that",
+        )
+
+
 class MemoryLimitExceeded(CapacityError):
     """The memory of the machine, or of this process's control group, is too small."""
 
@@ -287,6 +309,17 @@ class SharedMemoryUnusable(SegmentError, OSError):
         super().__init__(
             f"/dev/shm cannot be used: {os.strerror(number or errno.EIO)}; mount a file system of "
             "memory there that every user may write: `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`"
+        )
+
+
+class SwitchTimeout(ShmloadError, TimeoutError):
+    """A pipeline of a `Switcher` could not be had in time: others were used all the while."""
+
+    def __init__(self, name: str, timeout_s: float, used: Iterable[str]) -> None:
+        self.name = name
+        super().__init__(
+            f"{name} waited {timeout_s:g} s for {', '.join(sorted(used))}, which other threads use;"
+            " end their `with` blocks, or raise SHMLOAD_WAIT_TIMEOUT_S"
         )
 
 

@@ -95,16 +95,19 @@ def test_other_pipeline_keeps_its_weights(trained):
     assert torch.equal(other.unet.conv_in.weight, wanted)
 
 
-def test_model_is_updated_too_with_what_its_tensors_have_beside_bytes():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+def test_model_is_updated_too_with_its_buffers():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).eval()
     model[0].weight = Halves(torch.ones(8, 8, dtype=torch.int8), 0.5)
-    reader = shmload.publish(model.eval(), "halves").load()
-    model[0].weight.scale = 0.25
-    model[1].running_mean.add_(1)
+    reader = shmload.publish(model, "halves").load()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[1].running_mean.add_(1)
     shmload.update(reader, shmload.publish(model, "halves"))
     assert torch.equal(reader[0].weight, model[0].weight)
     assert torch.equal(reader[1].running_mean, model[1].running_mean)
-    assert reader[0].weight.scale == 0.25
+    model[0].weight.scale = 0.25
+    with pytest.raises(shmload.UpdateRefused, match="scale"):
+        shmload.update(reader, shmload.publish(model, "halves"))
 
 
 # Nothing, if it cannot be all ---------------------------------------------------------------------
@@ -124,7 +127,7 @@ def widen(pipe):
         (add_lora, "unet.down_blocks"),
         (widen, "unet.conv_out"),
         (lambda pipe: pipe.text_encoder.half(), "text_encoder"),
-        (lambda pipe: setattr(pipe, "vae", None), "list of models"),
+        (lambda pipe: setattr(pipe, "vae", None), "vae is only there"),
         (lambda pipe: pipe.vae.to("meta"), "vae"),
     ],
 )
@@ -172,14 +175,17 @@ _READERS = """
 import os, sys, time, torch, diffusers, transformers, shmload
 torch.set_num_threads(1)
 
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 def follow(number, go):
     pipe = shmload.load_pipeline("shm:trained")
-    print("READY", number, flush=True)
+    say("READY", number)
     os.read(go, 1)
     began = time.monotonic()
     shmload.update(pipe, "shm:trained")
     took = time.monotonic() - began
-    print("AT", took, float(pipe.unet.conv_in.weight.detach().sum()), flush=True)
+    say("AT", took, float(pipe.unet.conv_in.weight.detach().sum()))
 
 go, start = os.pipe()
 readers = []

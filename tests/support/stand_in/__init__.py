@@ -114,6 +114,8 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "memory_allocated": lambda device=None: counts().held,
+        "memory_reserved": lambda device=None: counts().held,
         "mem_get_info": lambda device=None: (HELD_AT_MOST - counts().held, HELD_AT_MOST),
     }
     vars(module).update(values)

@@ -1,0 +1,323 @@
+"""`Switcher`: several pipelines in one process, within a budget.
+
+Guarantee: each pipeline is used by one thread at a time, and what is used does not go.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import msgspec
+import torch
+
+from shmload._building.device_copies import DeviceCopies
+from shmload._building.shelf import Entry, MustWait, Shelf
+from shmload._checkpoints.wanted import is_publication
+from shmload._loading.verbs import plan
+from shmload._placement.inventory import canonical_device, is_on_the_host, machine_inventory
+from shmload._segments.publications import Publication
+from shmload._segments.removal import attached
+from shmload._settings import parse_nbytes, settings
+from shmload._wording import logger_of, nearest
+from shmload.errors import ArgumentError, DeviceMissing, SwitchTimeout
+from shmload.integrations.diffusers import load_pipeline
+
+logger = logger_of(__name__)
+
+# What changes the segments, of the arguments of `load_pipeline`.
+_PLANNED = {
+    "cache_dir",
+    "components",
+    "dtype",
+    "local_files_only",
+    "pipeline_class",
+    "revision",
+    "token",
+    "variant",
+}
+_OWN = {"device_map", "keep", "max_host_memory", "max_memory", "share"}
+
+
+class SwitcherFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a switcher has done since it was made."""
+
+    uses: int
+    hits: int
+    """Uses whose pipeline was ready at once."""
+    loads: int
+    given_up: int
+    """How often a pipeline was given up."""
+    waits: int
+    """Uses that waited for another thread: for the pipeline, or for room."""
+    waited_s: float
+    copied_nbytes: int
+    """How much was copied to the device, in bytes."""
+    held_nbytes: int
+    """What counts on the host now, in bytes."""
+    most_held_nbytes: int
+    """The most that has counted there after a load, in bytes."""
+
+
+class Switcher:
+    """Some pipelines that share a budget; what was not used for longest goes to make room.
+
+    Several threads may use it. Each pipeline is loaded when it is first used, attached or decoded,
+    with `keep=True`. When it goes, so do its segments, unless another pipeline or process has them
+    or they are pinned. A context that gives up all pipelines at its end, and leaves the segments.
+
+    Args:
+        models: sources of `load_pipeline`, or a dict of them by name. Instead of a source, the dict
+            may have a dict of arguments, `source` among them.
+        budget: the most that the weights may take on the host, in bytes or as `20GiB`. Segments of
+            these models count that a pipeline lies in, or that are idle or pinned; each once. So do
+            weights that lie in no segment. What other processes alone use does not count.
+        device: where the pipelines run; None for the host. They are copied there, and never back.
+            Pipelines share the copies of segments that they share.
+        device_budget: the most that the copies may take, as `budget`; None for what is free there
+            now, less the part for activations (`SHMLOAD_HEADROOM`).
+        load_kwargs: arguments of `load_pipeline` for all models but publications, such as `dtype`.
+
+    Raises:
+        ArgumentError: a size cannot be read, or an argument cannot be given here.
+        DeviceMissing: the device is not there.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] | Mapping[str, str | Mapping[str, Any]],
+        budget: float | str,
+        *,
+        device: object = None,
+        device_budget: float | str | None = None,
+        **load_kwargs: Any,
+    ) -> None:
+        named = models if isinstance(models, Mapping) else {each: each for each in models}
+        self._entries = {name: _entry(name, each, load_kwargs) for name, each in named.items()}
+        copies, device_nbytes = None, 0
+        if device is not None:
+            where, device_nbytes = _find_device(device, device_budget)
+            copies = DeviceCopies(where)
+        entries = list(self._entries.values())
+        self._shelf = Shelf(entries, _parse("budget", budget), copies, device_nbytes)
+        # It is held while a pipeline is loaded. Who uses what is under `_changed`.
+        self._loading = threading.Lock()
+        self._changed = threading.Condition()
+        self._users: dict[str, int] = {}
+        self._last_use: dict[str, float] = dict.fromkeys(self._entries, 0.0)
+        self._next: Sequence[str] = ()
+        self._turns_over = 0
+        self._is_closed = False
+        self._uses = self._hits = self._waits = 0
+        self._waited_s = 0.0
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="shmload-ahead")
+
+    @contextlib.contextmanager
+    def use(self, name: str, then: Sequence[str] = ()) -> Iterator[Any]:
+        """Lend a pipeline that is ready to run; no other thread has it meanwhile.
+
+        When it goes, it is emptied: what still refers to it keeps no memory. Weights that are
+        changed in place, as by `fuse_lora`, take memory that is not counted, and on a device they
+        are changed for all that share them: use what `mix` or `publish` has made instead.
+
+        Args:
+            name: of the model.
+            then: the models that are used next, in their order. The first is loaded in the
+                meantime, if there is room. What is used soonest goes last.
+
+        Raises:
+            ArgumentError: there is no such model, or this thread uses it already.
+            NoRoom: it does not fit, whatever goes; nothing has gone.
+            SwitchTimeout: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
+            Exception: any error of `load_pipeline`.
+        """
+        entry = self._find(name)
+        coming = [self._find(each) for each in then]
+        with self._changed:
+            self._next = list(then)
+            self._uses += 1
+            self._hits += name not in self._users and self._shelf.is_ready(entry)
+        with self._turn(entry):
+            self._make_ready(entry)
+            if coming:
+                self._ahead.submit(self._prefetch, coming[0])
+            yield entry.pipe
+
+    def prefetch(self, name: str) -> None:
+        """Load a model in another thread, as soon as there is room. An error shows at its use."""
+        self._ahead.submit(self._prefetch, self._find(name))
+
+    @property
+    def figures(self) -> SwitcherFigures:
+        """What it has done."""
+        return SwitcherFigures(
+            uses=self._uses,
+            hits=self._hits,
+            loads=self._shelf.loads,
+            given_up=self._shelf.given_up,
+            waits=self._waits,
+            waited_s=self._waited_s,
+            copied_nbytes=self._shelf.copied_nbytes,
+            held_nbytes=self._shelf.held_nbytes,
+            most_held_nbytes=self._shelf.most_held_nbytes,
+        )
+
+    def close(self) -> None:
+        """Give up all pipelines; their segments stay resident. A second call does nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._ahead.shutdown(cancel_futures=True)
+        with self._loading:
+            self._shelf.drop(self._entries.values())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _find(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise ArgumentError(f"no model is called {name!r}{nearest(name, list(self._entries))}")
+        return self._entries[name]
+
+    def _prefetch(self, entry: Entry) -> None:
+        try:
+            with self._turn(entry):
+                self._make_ready(entry)
+        except Exception as exc:  # the use of it will show it
+            logger.info("%s was not loaded ahead: %s", entry.name, exc)
+
+    # Turns ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self, entry: Entry) -> Iterator[None]:
+        """Wait until no other thread uses a pipeline, and use it in the block."""
+        me = threading.get_ident()
+        with self._changed:
+            if self._users.get(entry.name) == me:
+                raise ArgumentError(f"{entry.name} is used by this thread already")
+            self._wait(entry, lambda: entry.name not in self._users)
+            self._users[entry.name] = me
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._last_use[entry.name] = time.monotonic()
+            self._end_turns([entry])
+
+    def _end_turns(self, entries: Collection[Entry]) -> None:
+        with self._changed:
+            for entry in entries:
+                del self._users[entry.name]
+            self._turns_over += 1
+            self._changed.notify_all()
+
+    def _make_ready(self, entry: Entry) -> None:
+        """Load a pipeline; wait for others to be left where there is no room otherwise."""
+        while not self._shelf.is_ready(entry):
+            seen = self._turns_over
+            with self._loading, contextlib.suppress(MustWait):
+                self._shelf.make_ready(entry, self)
+                return
+            with self._changed:
+                self._wait(entry, lambda seen=seen: self._turns_over != seen)  # type: ignore[misc]
+
+    def order(self, entry: Entry) -> list[Entry]:
+        """Return the other pipelines that nobody uses, the first to go first."""
+        with self._changed:
+            free = [each for each in self._entries.values() if each.name not in self._users]
+            soon = {name: place for place, name in reversed(list(enumerate(self._next)))}
+            return sorted(
+                (each for each in free if each is not entry),
+                key=lambda each: (-soon.get(each.name, len(soon)), self._last_use[each.name]),
+            )
+
+    @contextlib.contextmanager
+    def claim(self, entries: Collection[Entry]) -> Iterator[bool]:
+        """Use pipelines for this thread if nobody does; tell whether nobody does."""
+        me = threading.get_ident()
+        with self._changed:
+            are_free = self._users.keys().isdisjoint(each.name for each in entries)
+            if are_free:
+                self._users |= {each.name: me for each in entries}
+        try:
+            yield are_free
+        finally:
+            if are_free:
+                self._end_turns(entries)
+
+    def _wait(self, entry: Entry, is_over: Callable[[], bool]) -> None:
+        """Wait until something is so, with `_changed` held.
+
+        Raises:
+            SwitchTimeout: it took too long.
+            ArgumentError: the switcher is closed.
+        """
+        if not is_over():
+            began = time.monotonic()
+            timeout_s = settings().wait_timeout_s
+            self._waits += 1
+            is_so = self._changed.wait_for(lambda: self._is_closed or is_over(), timeout_s)
+            self._waited_s += time.monotonic() - began
+            if not is_so:
+                raise SwitchTimeout(entry.name, timeout_s, self._users)
+        if self._is_closed:
+            raise ArgumentError(f"{entry.name} is of a switcher that is closed")
+
+
+def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
+    """Return the entry of a model.
+
+    Raises:
+        ArgumentError: it has no source, or an argument that cannot be given here.
+    """
+    own = dict(given) if isinstance(given, Mapping) else {"source": given}
+    source = own.pop("source", None)
+    if source is None:
+        raise ArgumentError(f"{name} has no source: {given!r}")
+    arguments = own if is_publication(source) else {**common, **own}
+    if fixed := sorted(_OWN & arguments.keys()):
+        raise ArgumentError(f"{name}: a switcher decides on {', '.join(fixed)} itself")
+    load = functools.partial(load_pipeline, source, **arguments)
+    if is_publication(source):
+        return Entry(name, functools.partial(_parts_of_publication, str(source)), load)
+    planned = {key: value for key, value in arguments.items() if key in _PLANNED}
+    return Entry(name, lambda: _planned(source, planned), functools.partial(load, keep=True))
+
+
+def _planned(source: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
+    shards = plan(source, keep=True, **arguments).shards
+    return {shard.segment: shard.segment_nbytes for shard in shards}
+
+
+def _parts_of_publication(source: str) -> dict[str, int]:
+    _, own = Publication.parse(source).attach()
+    with own:
+        sizes = {own.name: own.nbytes}
+        for name in own.read_metadata().needs:
+            with attached(name) as segment:
+                sizes |= {name: segment.nbytes} if segment else {}
+    return sizes
+
+
+def _find_device(device: object, nbytes: float | str | None) -> tuple[torch.device, int]:
+    inventory = machine_inventory([device] if nbytes is None else ())
+    name = canonical_device(device, inventory.current)
+    if name not in inventory.names or is_on_the_host(name):
+        raise DeviceMissing(name, inventory.names, argument="device")
+    found = inventory.find(name)
+    if nbytes is None and found:
+        return torch.device(name), found.room_nbytes
+    return torch.device(name), _parse("device_budget", nbytes)
+
+
+def _parse(name: str, size: object) -> int:
+    try:
+        return parse_nbytes(str(size))
+    except ValueError as exc:
+        raise ArgumentError(f"{name}: {exc}") from None

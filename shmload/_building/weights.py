@@ -1,0 +1,67 @@
+"""The weights of a pipeline or model as a list of lines: their paths, and what they are but bytes.
+
+Two lists whose lines look alike are of models that can have each other's weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shmload._building.mapped import plain_tensors
+from shmload._compat import original_of_compiled
+
+_Simple = bool | int | float | str | None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Line(NamedTuple):
+    """A tensor, or a module that has none of its own."""
+
+    path: str
+    """As `unet.conv_in.weight`."""
+    look: str
+    """A module's class; a tensor's dtype and shape, and how it is made of its bytes."""
+    tensor: torch.Tensor | None
+    """With bytes of its own; None for a module."""
+
+
+def models_in(thing: Any) -> Mapping[str, torch.nn.Module]:
+    """Return the models of a pipeline by name, or a model by the empty name; none compiled."""
+    parts = {"": thing} if isinstance(thing, torch.nn.Module) else vars(thing)
+    return {
+        name: original_of_compiled(part) or part
+        for name, part in parts.items()
+        if isinstance(part, torch.nn.Module)
+    }
+
+
+def lines_of(thing: Any) -> Iterator[Line]:
+    """Yield the weights of a pipeline or model, in an order that depends on its modules alone."""
+    for name, model in sorted(models_in(thing).items()):
+        for path, module in model.named_modules(prefix=name):
+            yield Line(path, _name_of(module), None)
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        yield from _lines_of_tensor(f"{path}.{key}", tensor)
+
+
+def _lines_of_tensor(path: str, tensor: torch.Tensor) -> Iterator[Line]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    made = f"{flatten()[1]} " if flatten else ""
+    marks = "".join(
+        # What cannot be compared is never the same.
+        f"{name}={value if isinstance(value, _Simple) else id(value)} "
+        for name, value in vars(tensor).items()
+        if type(tensor) not in _PLAIN or name[0] != "_"
+    )
+    kind = "" if type(tensor) is torch.nn.Parameter else f"{_name_of(tensor)} "
+    for number, part in enumerate(plain_tensors(tensor)):
+        strides = "" if part.is_contiguous() else f" {part.stride()}"
+        look = f"{kind}{made}{marks}{part.dtype} {tuple(part.shape)}{strides}"
+        yield Line(f"{path}.{number}" if flatten else path, look, part)
+
+
+def _name_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
