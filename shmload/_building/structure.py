@@ -16,6 +16,7 @@ import tokenizers
 import torch
 from diffusers.configuration_utils import FrozenDict
 
+from shmload._building import tokenizer_parts
 from shmload._building.mapped import modules_of
 from shmload._building.pickling import register_classes, restore_frozen_dict
 from shmload._building.weights import lines_of, models_in
@@ -163,6 +164,8 @@ class _Pickler(pickle.Pickler):
             return self._reduce_tensor(obj)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
             raise CannotKeep(f"a tokenizer with its own {', '.join(vars(obj))}")
+        if type(obj) is tokenizers.Tokenizer and (parts := tokenizer_parts.take_apart(obj)):
+            return tokenizer_parts.put_together, tuple(parts)
         if isinstance(obj, types.MethodType) and not isinstance(obj.__self__, type):
             return _bind, (obj.__func__, obj.__self__)  # by name it may be another one by now
         if (original := original_of_compiled(obj)) is not None:
