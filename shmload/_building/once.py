@@ -11,16 +11,13 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
-from shmload._building.published import load_published
-from shmload._building.publishing import publish_version
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import SCHEME
 from shmload._host.fingerprint import files_below, fingerprint
@@ -85,12 +82,18 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
     """
     # It does not matter much if another process is too slow, and two make it.
     with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
-        with contextlib.suppress(SegmentNotFound):
-            try:
-                return load_published(f"{SCHEME}{name}")
-            except PublicationBroken as exc:
-                logger.info("%s is made again: %s", name, exc)
+        if Publication(name).versions():
+            from shmload._building.publishing import load_published
+
+            with contextlib.suppress(SegmentNotFound):
+                try:
+                    return load_published(f"{SCHEME}{name}")
+                except PublicationBroken as exc:
+                    logger.info("%s is made again: %s", name, exc)
         made = make()
+        # Not above: it imports torch and the libraries, and `make` imports them while it decodes.
+        from shmload._building.publishing import publish_version
+
         if not is_mine or not _is_on_host(made):  # a publication is loaded to the host
             return made
         try:
@@ -102,6 +105,8 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
 
 
 def _is_on_host(made: Any) -> bool:
+    import torch
+
     parts = [made] if isinstance(made, torch.nn.Module) else vars(made).values()
     models = (part for part in parts if isinstance(part, torch.nn.Module))
     return all(
@@ -123,7 +128,7 @@ def name_of(kind: str, root: Path, facts: Mapping[str, object]) -> str | None:
         **facts,
         "source": os.path.realpath(root),
         "files": stamps_of(root),
-        "default": torch.get_default_dtype(),
+        "default": _default_dtype(),
     }
     try:
         text = json.dumps(known, default=_plain, sort_keys=True)
@@ -139,6 +144,12 @@ def stamps_of(path: Path) -> Sequence[object]:
     return sorted(files.items())
 
 
+def _default_dtype() -> str:
+    """Return torch's default dtype; that of a new process if torch is not imported yet."""
+    ask = getattr(sys.modules.get("torch"), "get_default_dtype", None)
+    return repr(ask()) if ask else "torch.float32"
+
+
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).hexdigest()
 
@@ -151,7 +162,8 @@ def _plain(value: object) -> object:
     """
     if isinstance(value, type) and value.__module__ != "__main__":
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, torch.dtype | Path):
+    torch = sys.modules.get("torch")
+    if isinstance(value, Path) or (torch and isinstance(value, torch.dtype)):
         return repr(value)
     if isinstance(value, enum.Enum):
         return [type(value).__name__, value.name]

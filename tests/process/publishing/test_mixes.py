@@ -98,6 +98,27 @@ def test_styles_are_switched_without_an_effect_on_each_other(saved, loras):
             unet.conv_in.weight.zero_()  # stays this pipeline's own
 
 
+def test_first_mix_decodes_while_it_imports_the_libraries(saved, loras, new_child):
+    child = new_child(
+        """
+import sys, shmload
+from shmload._loading.load import Load
+begin = Load.__init__
+def say(*args, **kwargs):
+    print("DECODES", *sorted({"torch", "diffusers"} & sys.modules.keys()), flush=True)
+    begin(*args, **kwargs)
+Load.__init__ = say
+shmload.mix(sys.argv[1], [sys.argv[2]], progress=False)
+print("MIXED", flush=True)
+""",
+        saved("stable-diffusion"),
+        loras[0],
+    )
+    assert child.expect("DECODES") == ""
+    child.expect("MIXED")
+    assert len(mixes()) == 1
+
+
 def test_wrong_arguments(saved, tmp_path):
     with pytest.raises(shmload.ArgumentError, match="needs LoRAs"):
         shmload.mix(saved("stable-diffusion"), [])
