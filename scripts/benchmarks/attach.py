@@ -76,11 +76,24 @@ def attach(kind: str, way: str, small: str, source: str) -> Numbers:
         source: to load.
 
     Returns:
+        What `measure` does.
+    """
+    return measure(_LOADERS[kind](way), small, source)
+
+
+def measure(load: Load, small: str, source: str) -> Numbers:
+    """Measure a load in a process that loads a small source before.
+
+    Args:
+        load: what loads.
+        small: the small source.
+        source: to load.
+
+    Returns:
         `call_s` of the call; `touch_s` of reading a byte of each page of each weight after it;
         `private_nbytes`, the growth of the process's private memory over both; `weights_nbytes`;
         `keys`, how many tensors the models have.
     """
-    load = _LOADERS[kind](way)
     load(small)
     gc.collect()
     before = private_nbytes()

@@ -2,8 +2,10 @@
 
 sd15-fp32, sd15-bf16            Stable Diffusion 1.5's classes and sizes
 sd15-fp32-bin, sd15-bf16-bin    the same in PyTorch's files
+sd15-loras                      two LoRAs for its UNet, `a` and `b`, which touch 5 % of the pipeline
 small-fp32                      the same classes, tiny
 tiny-pipelines                  a directory of pipelines of eight kinds, tiny
+tiny-models                     a directory of three pipelines of one kind, tiny: `a`, `b` and `c`
 sdxl-fp16-file                  Stable Diffusion XL with fewer blocks, as one file: 1.5 of 3.5
                                 billion parameters, which fit beside their copies in 24 GiB
 tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
@@ -45,6 +47,8 @@ _NOISE_STD = 0.02
 _TENSOR_NBYTES = 1024
 _SHARD_NBYTES = 4_000_000_000
 _K_ELEMENTS = 256
+_LORA_RANK = 16
+_LORA_LAYERS = "to_q", "to_k", "to_v"
 
 
 def make(name: str, directory: str, work: str) -> None:
@@ -69,11 +73,13 @@ def make(name: str, directory: str, work: str) -> None:
     makers: dict[str, Callable[[], None]] = {
         "small-fp32": lambda: _save_tiny(folder),
         "tiny-pipelines": lambda: _save_families(folder, _FAMILIES[: 2 if is_quick else None]),
+        "tiny-models": lambda: _save_models(folder),
         "sd-small-bf16": lambda: _make_sd_small(folder),
         "sd15-fp32": lambda: _save_tiny(folder) if is_quick else _make_sd15(folder),
         "sd15-bf16": lambda: _make_bf16(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-fp32-bin": lambda: _make_bin(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-bf16-bin": lambda: _make_bin(folder, Path(work, f"sd15-bf16{ending}")),
+        "sd15-loras": lambda: _make_loras(folder, Path(work, f"sd15-bf16{ending}")),
         "sdxl-fp16-file": lambda: _save_file(_sdxl(is_quick=is_quick), folder),
         "tensors-90000": lambda: _make_tensors(folder),
         "flux-small": lambda: make_flux(folder, FLUX_SMALL, "bfloat16"),
@@ -157,6 +163,29 @@ def _make_bin(directory: Path, source: Path) -> None:
         torch.save(load_file(path), directory / path.parent.name / f"{name}.bin")
 
 
+def _make_loras(directory: Path, source: Path) -> None:
+    """Make two files in diffusers' own layout, for the attention of a source's UNet."""
+    import torch
+    from diffusers import UNet2DConditionModel
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(
+            UNet2DConditionModel.load_config(source, subfolder="unet")
+        )
+    directory.mkdir()
+    for seed, name in enumerate("ab"):
+        generator = torch.Generator("cpu").manual_seed(seed)
+        tensors = {}
+        for path, layer in unet.named_modules():
+            if path.endswith(_LORA_LAYERS):
+                outputs, inputs = layer.weight.shape
+                for part, shape in ("A", (_LORA_RANK, inputs)), ("B", (outputs, _LORA_RANK)):
+                    noise = torch.randn(shape, generator=generator) * _NOISE_STD
+                    tensors[f"unet.{path}.lora_{part}.weight"] = noise.to(torch.float16)
+        save_file(tensors, directory / f"{name}.safetensors", {"format": "pt"})
+
+
 def _save_tiny(directory: Path) -> None:
     import diffusers
 
@@ -181,12 +210,17 @@ def _save_families(directory: Path, families: Sequence[str]) -> None:
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(directory / "ddpm")
 
 
-def _tiny(family: str) -> Any:
-    """Return one of the tests' pipelines."""
+def _save_models(directory: Path) -> None:
+    for seed, name in enumerate("abc"):
+        _tiny("stable-diffusion", seed).save_pretrained(directory / name)
+
+
+def _tiny(family: str, seed: int = 0) -> Any:
+    """Return one of the tests' pipelines; the seed decides its weights."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     import pipelines
 
-    return pipelines.build(family)
+    return pipelines.build(family, seed)
 
 
 def _sdxl(*, is_quick: bool) -> Any:
