@@ -8,11 +8,12 @@ is imported at the top.
 
 import functools
 import importlib
+import inspect
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ NAMES = {
     "transformers.utils.generic:GeneralInterface._global_mapping": "nor is a function",
     "transformers.utils.generic:GeneralInterface._local_mapping": "nor is a function",
     "transformers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
+    "transformers.utils.output_capturing:install_output_capuring_hook": "a pipeline that was used "
+    "may not be published",
 }
 """Each name, and what is lost without it."""
 
@@ -99,6 +102,32 @@ def wrap_decode(tokenizer: object) -> None:
     wrap = getattr(type(tokenizer), "_wrap_decode_method_backend_tokenizer", None)
     if wrap is not None:
         wrap(tokenizer)
+
+
+_CAPTURE = "transformers.utils.output_capturing", "install_output_capuring_hook"
+
+
+def arguments_of_capture(function: FunctionType) -> dict[str, Any] | None:
+    """Return what transformers has made a hook of that notes outputs; None of another function.
+
+    Its models install such hooks when they are first asked for the outputs of their layers.
+    """
+    module, name = _CAPTURE
+    if (function.__module__, function.__qualname__.partition(".")[0]) != _CAPTURE:
+        return None
+    known = inspect.getclosurevars(function).nonlocals
+    taken = inspect.signature(find(f"{module}:{name}")).parameters
+    return {each: known[each] for each in taken if each != "module"}
+
+
+def make_capture(arguments: Mapping[str, Any]) -> Any:
+    """Return such a hook."""
+    import torch
+
+    layer = torch.nn.Module()
+    find(":".join(_CAPTURE))(layer, **arguments)
+    (hook,) = layer._forward_hooks.values()
+    return hook
 
 
 # torch --------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
     # It does not matter much if another process is too slow, and two make it.
     with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
         if Publication(name).versions():
-            from shmload._building.publishing import load_published
+            from shmload._building.published import load_published
 
             with contextlib.suppress(SegmentNotFound):
                 try:

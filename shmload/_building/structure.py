@@ -15,6 +15,7 @@ import msgspec
 import tokenizers
 import torch
 from diffusers.configuration_utils import FrozenDict
+from torch.utils.hooks import RemovableHandle
 
 from shmload._building import tokenizer_parts
 from shmload._building.mapped import modules_of
@@ -23,7 +24,9 @@ from shmload._building.weights import lines_of, models_in
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
+    arguments_of_capture,
     as_plain_tensors,
+    make_capture,
     make_tensor_of_class,
     original_of_compiled,
     wrap_decode,
@@ -124,6 +127,7 @@ def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
     thing = _Unpickler(structure, storage_of).load()
     modules = [module for model in models_in(thing).values() for module in modules_of(model)]
     register_classes(modules)
+    _keep_numbers_of_hooks(modules)
     for module in modules:
         config = vars(module).get("generation_config")
         if hasattr(config, OWN_HASH):
@@ -131,6 +135,18 @@ def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
     for part in vars(thing).values():
         wrap_decode(part)
     return thing
+
+
+def _keep_numbers_of_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Have torch give later hooks other numbers: one of the same number would replace the first."""
+    numbers = [
+        number
+        for module in modules
+        for name, hooks in vars(module).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(each + 1 for each in numbers)])
 
 
 class _Bytes(NamedTuple):
@@ -153,6 +169,8 @@ class _Pickler(pickle.Pickler):
         return obj.number if type(obj) is _Bytes else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and (made_of := arguments_of_capture(obj)):
+            return make_capture, (made_of,)
         if isinstance(obj, type | types.FunctionType):
             package = str(obj.__module__).partition(".")[0]
             if package in _OF_PROCESSES:

@@ -104,12 +104,13 @@ def save(
     return directory
 
 
-def run(pipe: diffusers.DiffusionPipeline, seed: int = 0) -> np.ndarray:
+def run(pipe: diffusers.DiffusionPipeline, seed: int = 0, **given: Any) -> np.ndarray:
     """Generate once, with the least work; results of equal pipelines are equal.
 
     Args:
         pipe: A pipeline of one of `FAMILIES`, on any device and in any dtype it can compute in.
         seed: Decides the noise that the generation starts from.
+        given: Further arguments of the call.
 
     Returns:
         The images or the frames, shape (1, [frames,] height, width, 3), float32.
@@ -123,7 +124,7 @@ def run(pipe: diffusers.DiffusionPipeline, seed: int = 0) -> np.ndarray:
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            result = pipe(generator=generator, output_type="np", **recipe.call)
+            result = pipe(generator=generator, output_type="np", **recipe.call, **given)
     finally:
         torch.set_num_threads(threads)
     return result.frames if hasattr(result, "frames") else result.images

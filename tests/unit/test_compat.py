@@ -25,7 +25,11 @@ _MODULES = [
 _BASES = {"torch.utils._python_dispatch"}
 
 # What came with transformers 5.
-_NEW = ("transformers.conversion_mapping", "transformers.core_model_loading")
+_NEW = (
+    "transformers.conversion_mapping",
+    "transformers.core_model_loading",
+    "transformers.utils.output_capturing",
+)
 
 
 @pytest.mark.parametrize("where", compat.NAMES)

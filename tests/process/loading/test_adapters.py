@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
+from adapters import EMBEDDING, ip_adapter_of, noise
 from comparing import as_bytes
 from lacking import takes_adapters
 from mappings import Mappings
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.libraries
 
 _DTYPES = [torch.float32, torch.bfloat16]
 _TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj"]
-
-
-def noise(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def new_pipeline(source, dtype=torch.float32):
@@ -218,19 +215,6 @@ def test_textual_inversion_is_that_of_the_library(saved, tmp_path, name):
     assert inverted(shmload.load_state_dict(tmp_path)) == wanted
 
 
-def ip_adapter_of(unet):
-    """Return the two state dicts of an IP-Adapter, which has numbers for a UNet's layers."""
-    image = {"proj.weight": noise(4 * 32, 16), "proj.bias": noise(4 * 32)}
-    image |= {"norm.weight": noise(32), "norm.bias": noise(32)}
-    names = [each for each in unet.attn_processors if each.endswith("attn2.processor")]
-    attention = {}
-    for number, name in enumerate(names):
-        width = unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
-        attention[f"{2 * number + 1}.to_k_ip.weight"] = noise(width, 32)
-        attention[f"{2 * number + 1}.to_v_ip.weight"] = noise(width, 32) * 2
-    return {"image_proj": image, "ip_adapter": attention}
-
-
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_ip_adapter_is_that_of_the_library(saved, tmp_path, suffix, dtype):
@@ -243,7 +227,7 @@ def test_ip_adapter_is_that_of_the_library(saved, tmp_path, suffix, dtype):
             num_hidden_layers=1,
             image_size=16,
             patch_size=8,
-            projection_dim=16,
+            projection_dim=EMBEDDING,
         )
     )
     encoder.save_pretrained(models / "image_encoder")

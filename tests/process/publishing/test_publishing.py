@@ -14,6 +14,7 @@ from mappings import Mappings, copied_nbytes, state_of
 from peft import LoraConfig
 from pipelines import FAMILIES
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.hooks import RemovableHandle
 
 import shmload
 
@@ -185,6 +186,16 @@ def test_blocks_of_a_gguf_file(tmp_path):
         assert type(each) is type(wanted[key])
         assert getattr(each, "quant_type", None) == getattr(wanted[key], "quant_type", None)
     assert_modules_equal(got, model, "transformer")
+
+
+def test_hook_that_is_registered_later_replaces_none(load, monkeypatch):
+    unet = load().unet
+    unet.register_forward_hook(copy.copy)
+    made = shmload.publish(unet, "hooked")
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as in a new process
+    got = shmload.load_model("UNet2DConditionModel", made.source)
+    got.register_forward_hook(copy.deepcopy)
+    assert list(got._forward_hooks.values()) == [copy.copy, copy.deepcopy]
 
 
 def test_publication_of_a_publication(load):
