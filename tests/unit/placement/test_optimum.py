@@ -5,7 +5,7 @@ import random
 
 import pytest
 from benchmarks.cost import cost_of
-from optimum import least_cost
+from best_placement import least_cost
 from placing import UNIT, block, blocks, leaf, model
 from small_pipelines import small_pipeline
 
