@@ -118,11 +118,11 @@ def load_model(
             maker = ModelMaker(cls, takes_path=not isinstance(source, str))
         found, dtype = maker.find(wanted, kwargs, load_model)
 
-        def load_now() -> Any:
+        def load_now(kwargs: dict[str, Any]) -> Any:
             return load(found, maker, dtype, options, kwargs, title=wanted.title)
 
         if not may_be_kept(options, kwargs):
-            return load_now()
+            return load_now(kwargs)
         from shmload._building.once import load_once
 
         return load_once(load_now, cls, found, maker, dtype, kwargs)

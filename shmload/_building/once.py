@@ -5,6 +5,7 @@ that it depends on. A publication by other releases of the libraries does not fi
 """
 
 import contextlib
+import copy
 import enum
 import hashlib
 import itertools
@@ -19,19 +20,20 @@ from typing import Any
 from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
 from shmload._checkpoints.source import Source
-from shmload._checkpoints.wanted import SCHEME
 from shmload._host.fingerprint import files_below, fingerprint
 from shmload._segments.names import wait_turn
 from shmload._segments.publications import Publication
 from shmload._settings import settings
 from shmload._wording import logger_of
-from shmload.errors import NotPublishable, PublicationBroken, SegmentNotFound
+from shmload.errors import CapacityError, NotPublishable, PublicationBroken, SegmentNotFound
 
 logger = logger_of(__name__)
 
 _DIGEST_NBYTES = 8
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 _MOST_NCHARS = 60
+# Of a single file. What a name in the hub leads to is not known here.
+_CONFIGS = ("config", "original_config")
 
 
 class _Unknown(Exception):
@@ -39,17 +41,17 @@ class _Unknown(Exception):
 
 
 def load_once(
-    load: Callable[[], Any],
+    load: Callable[[dict[str, Any]], Any],
     cls: type | str | None,
     source: Source,
     maker: Maker,
     dtype: object,
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return what a load makes; if it quantises and is to be kept, made by one process alone.
 
     Args:
-        load: makes it.
+        load: makes it, of `kwargs`.
         cls: the class that was asked for, or its name; None for the source's own.
         source: what is loaded.
         maker: of it.
@@ -57,19 +59,31 @@ def load_once(
         kwargs: for `from_pretrained`.
     """
     if maker.keeps_blocks:  # its segments have the blocks
-        return load()
+        return load(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
-    if not given.keys() <= QUANTISING_KEYWORDS | FINDING_KEYWORDS:
-        return load()
+    configs = [given[name] for name in _CONFIGS if name in given]
+    if not (
+        given.keys() <= QUANTISING_KEYWORDS.union(FINDING_KEYWORDS, _CONFIGS)
+        and all(isinstance(each, str | Path) and os.path.exists(each) for each in configs)
+    ):
+        return load(kwargs)
     facts = {
         "class": [type(maker).__name__, maker.name or cls, source.class_name],
         # Components that are left out are there as None.
         "components": [source.components, source.shards, source.unread, sorted(kwargs)],
+        "configs": [stamps_of(Path(each)) for each in configs],
         "dtype": dtype,
         "given": given,
     }
     name = name_of("quantised", source.root, facts)
-    return make_once(name, load) if name else load()
+    if name is None:
+        return load(kwargs)
+    # The library adds to a configuration: the next call with it would seem to ask for another.
+    own = {
+        key: copy.deepcopy(value) if key in QUANTISING_KEYWORDS else value
+        for key, value in kwargs.items()
+    }
+    return make_once(name, lambda: load(own))
 
 
 def make_once(name: str, make: Callable[[], Any]) -> Any:
@@ -82,12 +96,13 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
     """
     # It does not matter much if another process is too slow, and two make it.
     with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
-        if Publication(name).versions():
+        # An earlier one may be of the releases that are installed here.
+        for number in reversed(Publication(name).versions()):
             from shmload._building.published import load_published
 
             with contextlib.suppress(SegmentNotFound):
                 try:
-                    return load_published(f"{SCHEME}{name}")
+                    return load_published(Publication(name, number).source)
                 except PublicationBroken as exc:
                     logger.info("%s is made again: %s", name, exc)
         made = make()
@@ -98,10 +113,12 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
             return made
         try:
             published = publish_version(made, Publication(name), is_pinned=False)
-        except NotPublishable as exc:
+        except (NotPublishable, CapacityError) as exc:
             logger.warning("each process makes %s: %s", name, exc)
             return made
-        return published.load()  # the one copy; what was made goes
+        with contextlib.suppress(SegmentNotFound):  # another load has taken its room already
+            return published.load()  # the one copy; what was made goes
+        return made
 
 
 def _is_on_host(made: Any) -> bool:

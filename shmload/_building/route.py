@@ -150,7 +150,7 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
 
 def may_be_kept(options: Options, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether what the library quantises may be kept for other processes (`once`)."""
-    is_resident = options.keep is True and options.device_map is None
+    is_resident = options.stay is Stay.RESIDENT and options.device_map is None
     return is_resident and any(map(kwargs.get, QUANTISING_KEYWORDS))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shmload._building.keywords import KEYWORDS, Keyword
 from shmload._checkpoints.wanted import named_arguments
-from shmload._redirecting.patches import OF_FILES, OF_PIPELINES, Kind, layers
+from shmload._redirecting.patches import LIBRARIES, OF_FILES, OF_PIPELINES, Kind, layers
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
@@ -85,6 +85,9 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     if name == "use_safetensors" and name in known:
         if value is None or value is True:
             return value is True
+    elif name == "quantization_config" and name in known:
+        if type(value).__module__.partition(".")[0] in LIBRARIES:
+            return True
     elif kind == "transformers model" and name == "config" and name in known:
         if _is_plain_config(value):
             return True

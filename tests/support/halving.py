@@ -20,6 +20,7 @@ class HalvingConfig(QuantizationConfigMixin):
     def __init__(self, scale=0.01, **kwargs):
         self.quant_method = Method.HALVING
         self.scale = scale
+        self.not_converted = []
 
     def to_diff_dict(self):
         return self.to_dict()
@@ -35,13 +36,16 @@ class Halves(torch.nn.Parameter):
 
 
 class HalvingQuantizer(DiffusersQuantizer):
-    """Quantises each linear layer after the load, and counts how often it has run."""
+    """Quantises each linear layer after the load, and counts how often it has run.
+
+    It adds to its configuration, as those of diffusers do.
+    """
 
     is_serializable = is_trainable = False
     runs = 0
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        pass
+        self.quantization_config.not_converted.append("norm")
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         HalvingQuantizer.runs += 1

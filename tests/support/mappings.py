@@ -27,12 +27,17 @@ class Mappings:
 
 
 def copied_nbytes(pipe):
-    """Return how many bytes of a pipeline's mappings are private copies of this process.
+    """Return how many bytes of a pipeline's mappings are private copies of this process."""
+    return copied_nbytes_of(state_of(pipe).values())
+
+
+def copied_nbytes_of(tensors):
+    """Return how many bytes of the mappings of plain tensors are private copies of this process.
 
     The field is "Anonymous". "Private_Dirty" would also count a page of shared memory that only one
     process maps at the moment.
     """
-    starts = {start for start, _ in map(Mappings().find, state_of(pipe).values())}
+    starts = {start for start, _ in map(Mappings().find, tensors)}
     total, is_counted = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()

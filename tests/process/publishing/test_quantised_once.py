@@ -4,6 +4,7 @@ import gc
 from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
 from comparing import assert_modules_equal
@@ -12,6 +13,7 @@ from halving import Halves, HalvingConfig, HalvingQuantizer
 from mappings import copied_nbytes
 
 import shmload
+from shmload._building import once, publishing
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -102,22 +104,118 @@ def test_changed_file_is_quantised_again(copied, load):
     assert HalvingQuantizer.runs == before + 1
 
 
-def test_pipelines_are_quantised_once_too(saved):
-    if not hasattr(pytest.importorskip("diffusers"), "PipelineQuantizationConfig"):
-        pytest.skip("an older diffusers")
-    from diffusers import PipelineQuantizationConfig
-
-    def load_pipeline():
-        config = PipelineQuantizationConfig(quant_mapping={"vae": HalvingConfig()})
-        return shmload.load_pipeline(
-            saved("stable-diffusion"), quantization_config=config, keep=True, progress=False
-        )
-
+def test_configuration_that_is_used_again_asks_for_the_same(saved):
+    config = HalvingConfig()
+    given = {"subfolder": "vae", "quantization_config": config, "keep": True, "progress": False}
     before = HalvingQuantizer.runs
-    first, second = load_pipeline(), load_pipeline()
+    for _ in range(2):
+        shmload.load_model(AutoencoderKL, saved("stable-diffusion"), **given)
     assert HalvingQuantizer.runs == before + 1
-    assert_modules_equal(first.vae, second.vae, "vae")
-    assert copied_nbytes(second) == 0
+    assert config.not_converted == []
+
+
+# Doors --------------------------------------------------------------------------------------------
+
+
+def of_a_pipeline():
+    if not hasattr(diffusers, "PipelineQuantizationConfig"):
+        pytest.skip("an older diffusers")
+    return diffusers.PipelineQuantizationConfig(quant_mapping={"vae": HalvingConfig()})
+
+
+def load_pipeline(source, keep):
+    given = {"quantization_config": of_a_pipeline(), "progress": False}
+    return shmload.load_pipeline(source, keep=keep, **given).vae
+
+
+def load_redirected(source, keep):
+    with shmload.redirect(keep=keep):
+        return diffusers.DiffusionPipeline.from_pretrained(
+            source, quantization_config=of_a_pipeline()
+        ).vae
+
+
+def load_modular(source, keep):
+    config = {"vae": HalvingConfig()}
+    given = {"quantization_config": config, "dtype": torch.float32, "progress": False}
+    folder = source.with_name(f"{source.name}-modular")
+    diffusers.ModularPipeline.from_pretrained(str(source)).save_config(folder)
+    return shmload.load_pipeline(folder, keep=keep, **given).vae
+
+
+def load_file(source, keep):
+    return shmload.load_model(
+        AutoencoderKL,
+        source / "vae" / "diffusion_pytorch_model.safetensors",
+        config=str(source / "vae"),
+        quantization_config=HalvingConfig(),
+        keep=keep,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("keep", [True, "converted"])
+@pytest.mark.parametrize("door", [load_pipeline, load_redirected, load_modular, load_file])
+def test_any_door_quantises_once(saved, door, keep):
+    fields = diffusers.ComponentSpec.loading_fields()
+    if door is load_modular and "pretrained_model_name_or_path" not in fields:
+        pytest.skip("an older diffusers")
+    before = HalvingQuantizer.runs
+    first, second = (door(saved("sdxl"), keep) for _ in range(2))
+    assert HalvingQuantizer.runs == before + 1
+    assert any(isinstance(each, Halves) for each in second.parameters())
+    assert_modules_equal(second, first, "vae")
+    assert copied_nbytes(SimpleNamespace(components={"vae": second})) == 0
+
+
+def test_changed_configuration_of_a_file_is_another_result(copied):
+    source = copied("stable-diffusion")
+    load_file(source, True)
+    config = source / "vae" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    before = HalvingQuantizer.runs
+    load_file(source, True)
+    assert HalvingQuantizer.runs == before + 1
+
+
+# What can be in the way ---------------------------------------------------------------------------
+
+
+def test_two_releases_of_the_libraries_have_a_result_each(load, monkeypatch):
+    before = HalvingQuantizer.runs
+    for _ in range(2):
+        load()
+        with monkeypatch.context() as other:
+            other.setattr("diffusers.__version__", "0.1")
+            load()
+    assert HalvingQuantizer.runs == before + 2
+    assert [each.rpartition("@")[2] for each in published()] == ["1", "2"]
+
+
+def test_without_room_for_the_result_the_model_is_there(load, monkeypatch, caplog, shm_names):
+    def refuse(*_, **__):
+        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
+
+    monkeypatch.setattr(publishing, "made_room", refuse)
+    model = load()
+    assert any(isinstance(each, Halves) for each in model.parameters())
+    assert published() == []
+    assert not [name for name in shm_names() if name.endswith(".part")]
+    assert "each process makes" in caplog.text
+    caplog.clear()  # it holds the error, and so the model
+
+
+def test_result_that_is_evicted_at_once_is_returned(load, monkeypatch):
+    publish_version = once.publish_version
+
+    def publish_and_evict(*args, **kwargs):
+        made = publish_version(*args, **kwargs)
+        shmload.evict(made.source)
+        return made
+
+    monkeypatch.setattr(once, "publish_version", publish_and_evict)
+    model = load()
+    assert any(isinstance(each, Halves) for each in model.parameters())
 
 
 def test_result_is_evicted_like_any_other(load):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 
@@ -112,6 +113,14 @@ def test_components_pass_to_pipelines_only():
     }
     with pytest.raises(InDoubt, match="unet=<Linear>"):
         read("diffusers model", "a", unet=part)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "diffusers model", "transformers model"])
+def test_quantisers_of_the_libraries_pass(kind):
+    config = diffusers.QuantoConfig(weights_dtype="int8")
+    assert read(kind, "a", quantization_config=config).kwargs == {"quantization_config": config}
+    with pytest.raises(InDoubt):  # this method does not know it
+        read_call(kind, {"torch_dtype"}, "path", ("a",), {"quantization_config": config})
 
 
 def test_dtypes_by_component_pass_to_pipelines_only():

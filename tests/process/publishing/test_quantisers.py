@@ -1,0 +1,112 @@
+"""What torchao and quanto make is made by one process, and is the library's own result.
+
+As `test_quantised_files.py`, these need packages that the tests do not install.
+"""
+
+import sys
+
+import diffusers
+import pytest
+import torch
+import transformers
+from diffusers.quantizers.base import DiffusersQuantizer
+from mappings import Mappings, copied_nbytes_of
+from quantised_parts import assert_same_parts, parts_of_model
+from transformers.quantizers import HfQuantizer
+
+import shmload
+
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.usefixtures("evicts"),
+    pytest.mark.filterwarnings("ignore"),  # of the packages themselves
+]
+
+_DTYPE = torch.bfloat16
+_FLUX = diffusers.FluxTransformer2DModel, "transformer"
+_T5 = transformers.T5EncoderModel, "text_encoder_2"
+
+
+def _torchao(library, name):
+    quantization = pytest.importorskip("torchao.quantization")
+    return library.TorchAoConfig(getattr(quantization, name)(version=2))
+
+
+def _quanto(library, dtype):
+    pytest.importorskip("optimum.quanto")
+    argument = "weights_dtype" if library is diffusers else "weights"
+    return library.QuantoConfig(**{argument: dtype})
+
+
+_KINDS = {
+    "torchao-int8": lambda library: _torchao(library, "Int8WeightOnlyConfig"),
+    "torchao-float8": lambda library: _torchao(library, "Float8WeightOnlyConfig"),
+    "torchao-dynamic": lambda library: _torchao(library, "Int8DynamicActivationInt8WeightConfig"),
+    "quanto-int8": lambda library: _quanto(library, "int8"),
+    "quanto-float8": lambda library: _quanto(library, "float8"),
+    "quanto-int4": lambda library: _quanto(library, "int4"),
+}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The quantisers that have run."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # setuptools, which quanto imports, changes it
+    found = []
+    for base in (DiffusersQuantizer, HfQuantizer):
+        preprocess = base.preprocess_model
+
+        def note(quantiser, *args, _preprocess=preprocess, **kwargs):
+            found.append(type(quantiser).__name__)
+            return _preprocess(quantiser, *args, **kwargs)
+
+        monkeypatch.setattr(base, "preprocess_model", note)
+    return found
+
+
+def private_share(model):
+    """Return which share of a model's bytes this process alone has."""
+    tensors = [each for _, each in parts_of_model(model) if isinstance(each, torch.Tensor)]
+    mappings = Mappings()
+    inside = [each for each in tensors if "/shmload-" in mappings.find(each)[1]]
+    whole, shared = (sum(each.nbytes for each in some) for some in (tensors, inside))
+    return (whole - shared + copied_nbytes_of(inside)) / whole
+
+
+@pytest.mark.parametrize("which", [_FLUX, _T5], ids=["diffusers", "transformers"])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_model_is_quantised_once(saved, runs, kind, which):
+    cls, subfolder = which
+    library = diffusers if cls.__module__.startswith("diffusers") else transformers
+    given = {"subfolder": subfolder, "dtype": _DTYPE}
+    source, configure = saved("flux", "bfloat16"), _KINDS[kind]
+    wanted = cls.from_pretrained(source, quantization_config=configure(library), **given)
+    runs.clear()
+    for _ in range(2):
+        config = configure(library)
+        got = shmload.load_model(cls, source, quantization_config=config, keep=True, **given)
+        assert_same_parts(parts_of_model(got), parts_of_model(wanted))
+        assert private_share(got) <= 0.02
+        assert len(runs) == 1
+
+
+@pytest.mark.parametrize("kind", ["torchao-int8", "quanto-int8"])
+def test_pipeline_is_quantised_once(saved, runs, kind):
+    def configure():
+        parts = {"transformer": diffusers, "text_encoder_2": transformers}
+        mapping = {name: _KINDS[kind](library) for name, library in parts.items()}
+        return diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
+
+    source = saved("flux", "bfloat16")
+    given = {"dtype": _DTYPE}
+    wanted = diffusers.FluxPipeline.from_pretrained(
+        source, quantization_config=configure(), **given
+    )
+    runs.clear()
+    for _ in range(2):
+        got = shmload.load_pipeline(source, quantization_config=configure(), keep=True, **given)
+        for name in ("transformer", "text_encoder_2", "vae"):
+            mine, theirs = (parts_of_model(getattr(each, name)) for each in (got, wanted))
+            assert_same_parts(mine, theirs)
+            assert private_share(getattr(got, name)) <= 0.02
+        assert len(runs) == 2
