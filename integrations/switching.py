@@ -16,15 +16,16 @@ import torch
 
 from shmload._building.device_copies import DeviceCopies
 from shmload._building.shelf import Entry, MustWait, Shelf
-from shmload._checkpoints.wanted import is_publication
+from shmload._checkpoints.wanted import SCHEME, is_publication
 from shmload._loading.verbs import plan
 from shmload._placement.inventory import canonical_device, is_on_the_host, machine_inventory
 from shmload._segments.publications import Publication
 from shmload._segments.removal import attached
 from shmload._settings import parse_nbytes, settings
 from shmload._wording import logger_of, nearest
-from shmload.errors import ArgumentError, DeviceMissing, SwitchTimeout
+from shmload.errors import ArgumentError, DeviceMissing, SegmentNotFound, SwitchTimeout
 from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.mixing import Mixture, mix
 
 logger = logger_of(__name__)
 
@@ -71,7 +72,8 @@ class Switcher:
 
     Args:
         models: sources of `load_pipeline`, or a dict of them by name. Instead of a source, the dict
-            may have a dict of arguments, `source` among them.
+            may have a dict of arguments: `source`, `loras` as for `mix`, and those of
+            `load_pipeline`.
         budget: the most that the weights may take on the host, in bytes or as `20GiB`. Segments of
             these models count that a pipeline lies in, or that are idle or pinned; each once. So do
             weights that lie in no segment. What other processes alone use does not count.
@@ -276,8 +278,8 @@ def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
     Raises:
         ArgumentError: it has no source, or an argument that cannot be given here.
     """
-    own = dict(given) if isinstance(given, Mapping) else {"source": given}
-    source = own.pop("source", None)
+    own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"source": given}
+    source, loras = own.pop("source", None), own.pop("loras", None)
     if source is None:
         raise ArgumentError(f"{name} has no source: {given!r}")
     arguments = own if is_publication(source) else {**common, **own}
@@ -287,12 +289,31 @@ def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
     if is_publication(source):
         return Entry(name, functools.partial(_parts_of_publication, str(source)), load)
     planned = {key: value for key, value in arguments.items() if key in _PLANNED}
-    return Entry(name, lambda: _planned(source, planned), functools.partial(load, keep=True))
+    find = functools.partial(_planned, source, planned)
+    if loras is None:
+        return Entry(name, find, functools.partial(load, keep=True))
+    others = {key: value for key, value in arguments.items() if key != "dtype"}
+
+    def find_mixture() -> dict[str, int]:
+        mixture = Mixture(source, loras, arguments.get("dtype"), others)
+        return _parts_of_mixture(mixture, find)
+
+    return Entry(name, find_mixture, functools.partial(mix, source, loras, **arguments))
 
 
 def _planned(source: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
     shards = plan(source, keep=True, **arguments).shards
     return {shard.segment: shard.segment_nbytes for shard in shards}
+
+
+def _parts_of_mixture(mixture: Mixture, find_base: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Return the segments of a mixture; before it is made, those of its base and what it needs."""
+    with contextlib.suppress(SegmentNotFound):
+        return _parts_of_publication(f"{SCHEME}{mixture.name}")
+    base = find_base()
+    changed = mixture.changed_nbytes() or sum(base.values())
+    # First they are in this process, and then published, with a structure.
+    return {**base, mixture.name: 2 * changed + mixture.structure_nbytes}
 
 
 def _parts_of_publication(source: str) -> dict[str, int]:

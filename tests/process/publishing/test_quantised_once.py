@@ -13,7 +13,7 @@ from halving import Halves, HalvingConfig, HalvingQuantizer
 from mappings import copied_nbytes
 
 import shmload
-from shmload._building import once, publishing
+from shmload._building import publishing
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -206,14 +206,14 @@ def test_without_room_for_the_result_the_model_is_there(load, monkeypatch, caplo
 
 
 def test_result_that_is_evicted_at_once_is_returned(load, monkeypatch):
-    publish_version = once.publish_version
+    publish_version = publishing.publish_version
 
     def publish_and_evict(*args, **kwargs):
         made = publish_version(*args, **kwargs)
         shmload.evict(made.source)
         return made
 
-    monkeypatch.setattr(once, "publish_version", publish_and_evict)
+    monkeypatch.setattr(publishing, "publish_version", publish_and_evict)
     model = load()
     assert any(isinstance(each, Halves) for each in model.parameters())
 

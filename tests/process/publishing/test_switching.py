@@ -6,11 +6,14 @@ import random
 import threading
 import weakref
 
+import diffusers
 import pytest
 import torch
 from comparing import assert_equal, reference
 from mappings import copied_nbytes
-from pipelines import run, save
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from pipelines import build, run, save
 
 import shmload
 from shmload._building.shelf import Entry, choose
@@ -28,6 +31,16 @@ def sources(tmp_path_factory):
         name: str(save("stable-diffusion", folder / name, seed=number))
         for number, name in enumerate(NAMES)
     }
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    unet = build("stable-diffusion").unet
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    folder = tmp_path_factory.mktemp("lora")
+    layers = get_peft_model_state_dict(unet)
+    diffusers.StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
+    return folder / "pytorch_lora_weights.safetensors"
 
 
 @pytest.fixture
@@ -176,6 +189,25 @@ def test_shared_parts_count_once(made, saved, size):
     switcher = made({"base": str(base), "x": "shm:x", "y": "shm:y"}, "1GiB")
     with switcher.use("base"), switcher.use("x"), switcher.use("y"):
         assert resident() <= switcher.figures.held_nbytes < resident() + size // 10
+
+
+def test_style_is_mixed_when_it_is_first_used_and_attached_later(made, sources, lora, size):
+    models = {"plain": sources["a"], "ink": {"source": sources["a"], "loras": [(lora, 0.5)]}}
+    wanted = reference(sources["a"])
+    wanted.load_lora_weights(str(lora.parent), weight_name=lora.name)
+    wanted.fuse_lora(lora_scale=0.5)
+    wanted.unload_lora_weights()
+    switcher = made(models, size * 5)
+    for _ in range(2):
+        with switcher.use("ink") as pipe:
+            assert_equal(pipe, wanted)
+            assert copied_nbytes(pipe) == 0
+        with switcher.use("plain") as pipe:
+            assert_equal(pipe, reference(sources["a"]))
+    assert switcher.figures.loads == 2
+    assert size < switcher.figures.held_nbytes < size * 2.5
+    with pytest.raises(shmload.NoRoom), made(models, size).use("ink"):
+        pass
 
 
 @pytest.mark.parametrize("number", range(3))

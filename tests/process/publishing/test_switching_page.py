@@ -1,0 +1,142 @@
+"""The examples on the page for several models run as printed, and the server keeps its budget."""
+
+import io
+import json
+import random
+import re
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from PIL import Image
+from pipelines import build, save
+
+import shmload
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+_PAGE = Path(__file__).parents[3] / "docs" / "switching.md"
+_SERVE = """
+import socket, torch, uvicorn
+torch.set_num_threads(1)
+import server
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print("PORT", listener.getsockname()[1], flush=True)
+    uvicorn.run(server.app, fd=listener.fileno(), log_level="warning")
+"""
+_MODELS = "photo", "anime", "cartoon"
+_STYLES = {"ink": 0.8, "wash": 0.6}
+
+
+def examples():
+    return re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with the models and the styles that the page names."""
+    folder = tmp_path_factory.mktemp("page") / "path" / "to"
+    for number, name in enumerate(_MODELS):
+        save("stable-diffusion", folder / name, seed=number)
+    for number, name in enumerate(_STYLES):
+        unet = build("stable-diffusion").unet
+        torch.manual_seed(number)
+        unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        layers = get_peft_model_state_dict(unet)
+        diffusers.StableDiffusionPipeline.save_lora_weights(
+            folder, unet_lora_layers=layers, weight_name=f"{name}.safetensors"
+        )
+    return folder.parents[1]
+
+
+def pipeline_of(folder, name):
+    """Load a model, or a style of one, by the library alone."""
+    model, _, style = name.partition("-")
+    source = folder / "path" / "to" / model
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+    if style:
+        pipe.load_lora_weights(source.parent, weight_name=f"{style}.safetensors")
+        pipe.fuse_lora(lora_scale=_STYLES[style])
+        pipe.unload_lora_weights()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def ask(url, data=None):
+    with urllib.request.urlopen(url, data, timeout=120) as answer:
+        return answer.read()
+
+
+def test_server_makes_all_pictures_within_its_budget(folder, new_child, monkeypatch):
+    for name in ("fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    size = shmload.plan(folder / "path/to/photo", dtype="bfloat16", keep=True).decode_nbytes
+    budget = size * 4  # three models are 3, and each style half of one, with its structure
+    (server,) = [each for each in examples() if "FastAPI(" in each]
+    (folder / "server.py").write_text(server.replace('"20GiB"', str(budget)))
+    monkeypatch.chdir(folder)
+    names = [*_MODELS, *(f"photo-{style}" for style in _STYLES)]
+    query = "prompt=a+cat&steps=2&size=16&seed"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    wanted = {}
+    for name in names:
+        call = {"height": 16, "width": 16, "num_inference_steps": 2}
+        seeds = (torch.Generator().manual_seed(seed) for seed in range(2))
+        pipe = pipeline_of(folder, name)
+        wanted[name] = [np.array(pipe("a cat", generator=seed, **call).images[0]) for seed in seeds]
+    torch.set_num_threads(threads)
+    draws = random.Random(0)
+    requests = [(draws.choice(names), draws.randrange(2)) for _ in range(40)]
+    child = new_child(_SERVE)
+    url = f"http://127.0.0.1:{child.expect('PORT')}"
+
+    def request(each):
+        name, seed = each
+        png = ask(f"{url}/images/{name}?{query}={seed}")
+        assert sum(info.nbytes for info in shmload.segments()) <= budget
+        return (np.array(Image.open(io.BytesIO(png))) == wanted[name][seed]).all()
+
+    ask(f"{url}/prefetch/anime", b"")
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            assert all(pool.map(request, requests))
+        except urllib.error.HTTPError as exc:
+            child.process.terminate()
+            child.wait()  # the log has the reason after the answer
+            raise AssertionError(child.errors) from exc
+    figures = json.loads(ask(f"{url}/figures"))
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask(f"{url}/images/nothing?{query}=0")
+    assert figures["uses"] == len(requests)
+    assert figures["most_held_nbytes"] <= budget
+    assert child.process.poll() is None
+
+
+def test_example_switches(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    shmload.publish(shmload.load_pipeline("path/to/cartoon", keep=True), "watercolour")
+    space = {}
+    exec(examples()[0], space)
+    space["switcher"].close()
+    assert space["image"].size == (16, 16)
+
+
+def test_examples_update(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    trained = shmload.load_pipeline("path/to/cartoon", keep=True)
+    shmload.publish(trained, "watercolour")
+    with torch.no_grad():
+        trained.unet.conv_in.weight.add_(1)
+    for example in examples()[2:]:
+        space = {"shmload": shmload, "trained": trained}
+        exec(example, space)
+    assert capsys.readouterr().out.startswith("shm:watercolour@2 ")
+    assert torch.equal(space["pipe"].unet.conv_in.weight, trained.unet.conv_in.weight)
