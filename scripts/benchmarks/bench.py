@@ -24,7 +24,6 @@ FLUX_BLOCKS = 8
 Way = Callable[[], Result]
 
 _SCRIPTS = Path(__file__).parents[1]
-_TIMEOUT_S = 300
 _QUICK_TIMEOUT_S = 15
 _ATTEMPTS = 3
 # Part of each checkpoint's path; raise it when the content of one changes.
@@ -65,6 +64,8 @@ class Bench:
     blocks: int = FLUX_BLOCKS
     is_quick: bool = False
     """Whether the checkpoints are tiny, to try a suite."""
+    timeout_s: float = 300
+    """The most that a measured process may take."""
 
     def source(self, name: str) -> Path:
         """Return the path of a checkpoint; `checkpoints` has the names."""
@@ -128,7 +129,7 @@ class Bench:
                 stderr=errors,
                 text=True,
             )
-            watchdog = threading.Timer(_TIMEOUT_S, process.kill)
+            watchdog = threading.Timer(self.timeout_s, process.kill)
             watchdog.start()
             assert process.stdout
             try:
@@ -145,9 +146,8 @@ class Bench:
             said = errors.read()
         words = " ".join(map(str, command))[:200]
         if code:
-            end = (
-                f"still ran after {_TIMEOUT_S} s" if wall_s > _TIMEOUT_S else f"exited with {code}"
-            )
+            is_late = wall_s > self.timeout_s
+            end = f"still ran after {self.timeout_s} s" if is_late else f"exited with {code}"
             raise ProbeFailed(f"{words} {end}:\n{said}")
         cpu_s = _children_cpu_s() - cpu_before
         times = {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s}
@@ -200,7 +200,7 @@ class Bench:
         Raises:
             ProbeFailed: it lasts too long.
         """
-        end = time.monotonic() + (_QUICK_TIMEOUT_S if self.is_quick else _TIMEOUT_S)
+        end = time.monotonic() + (_QUICK_TIMEOUT_S if self.is_quick else self.timeout_s)
         while time.monotonic() < end:
             folder = self.runtime / "shmload" / "judge"
             waiting = [each for each in folder.glob("*") if each.name != "lock"]

@@ -4,6 +4,7 @@ Each is measured beside diffusers in one process, which loads, fuses, quantises 
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import threading
@@ -29,6 +30,7 @@ pipe.load_lora_weights({folder!r}, weight_name={name!r})
 pipe.fuse_lora()
 """
 _LOOK_S = 0.002
+_RANDOM_TIMEOUT_S = 1800
 _SKELETONS = {"SHMLOAD_SKELETONS": "1"}
 
 
@@ -105,6 +107,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
             at_most=1.3,
             beside=calls,
         ),
+        _copied("attach-copied", rounds, "published"),
         _private("attach-memory", "the same: private memory as a share", rounds, 2, "published"),
     ]
 
@@ -126,6 +129,7 @@ def measure_style(bench: Bench) -> list[Figure]:
             rounds.samples("switch_s"),
             at_least=5,
         ),
+        _copied("style-copied", rounds),
         _private("style-memory", "the same: growth of private memory as a share", rounds, 0.1),
     ]
 
@@ -203,7 +207,8 @@ def measure_random(bench: Bench) -> list[Figure]:
         budget = bench.ask(switching.load_models, source)["resident_nbytes"] * 6 // 10
         bench.evict()
         with _Sampler() as sampler:
-            found = bench.ask(switching.switch_randomly, source, budget, switches)
+            patient = dataclasses.replace(bench, timeout_s=_RANDOM_TIMEOUT_S)
+            found = patient.ask(switching.switch_randomly, source, budget, switches)
     return [
         Figure(
             name="random-budget",
@@ -283,20 +288,17 @@ class _Sampler:
             self.most_nbytes = max(self.most_nbytes, switching.shm_nbytes(self._before))
 
 
-_MEASURES = {
-    "quantised": measure_quantised,
-    "publish": measure_publish,
-    "attach": measure_attach,
-    "style": measure_style,
-    "mix": measure_mix,
-}
-if hasattr(shmload, "Switcher"):
-    _MEASURES |= {"models": measure_models, "random": measure_random}
-if hasattr(shmload, "update"):
-    _MEASURES |= {"update": measure_update}
-
 SUITE = Suite(
-    measures=_MEASURES,
+    measures={
+        "quantised": measure_quantised,
+        "publish": measure_publish,
+        "attach": measure_attach,
+        "style": measure_style,
+        "mix": measure_mix,
+        "models": measure_models,
+        "random": measure_random,
+        "update": measure_update,
+    },
     sources=("small-fp32", "tiny-models", "sd15-fp32", "sd15-bf16", "sd15-loras"),
     disk_gb=9,
     shm_gb=7,
@@ -315,6 +317,11 @@ def _private(name: str, what: str, rounds: Rounds, at_most: float, ours: str = "
         at_most=at_most,
         beside={**private, "weights": weights},
     )
+
+
+def _copied(name: str, rounds: Rounds, ours: str = "shmload") -> Figure:
+    copied = rounds.sample(ours, "copied_nbytes")
+    return Figure(name, "the same: private copies of weights", copied, at_most=0)
 
 
 def _lora(bench: Bench, name: str) -> Path:

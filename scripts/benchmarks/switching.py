@@ -74,12 +74,17 @@ def publish(source: str, lora: str, name: str) -> Numbers:
 
 
 def attach(small: str, name: str) -> Numbers:
-    """Load a publication, as `attach.measure` does."""
-    import torch  # noqa: F401 the peer's imports are not counted either
+    """Load a publication, as `attach.measure` does.
 
+    Returns:
+        What that returns, and `copied_nbytes` of the weights, which the process has for itself.
+    """
     import shmload
 
-    return measure(shmload.load_pipeline, small, name)
+    found = measure(shmload.load_pipeline, small, name)
+    pipe = shmload.load_pipeline(name)
+    touch(models_of(pipe))
+    return found | {"copied_nbytes": _copied_nbytes(pipe)}
 
 
 def switch_style(way: str, source: str, first: str, second: str) -> Numbers:
@@ -87,7 +92,8 @@ def switch_style(way: str, source: str, first: str, second: str) -> Numbers:
 
     Returns:
         `switch_s` of the last time; `private_nbytes`, the growth of the process's private memory
-        over the second round; `weights_nbytes` of the pipeline.
+        over the second round; `weights_nbytes` of the pipeline, and `copied_nbytes` of them, which
+        the process has for itself.
     """
     import shmload
 
@@ -258,6 +264,7 @@ def _turn(change: Callable[[Any, str], Any], first: str, second: str) -> Numbers
         "switch_s": switch_s,
         "private_nbytes": _own_nbytes() - before,
         "weights_nbytes": nbytes,
+        "copied_nbytes": _copied_nbytes(pipe),
     }
 
 
@@ -287,6 +294,14 @@ def _changed_nbytes(pipe: Any, other: Any) -> int:
         for tensor, same in zip(one.state_dict().values(), two.state_dict().values(), strict=True)
         if not torch.equal(tensor, same)
     )
+
+
+def _copied_nbytes(pipe: Any) -> int:
+    """Return how many bytes of the mappings of a pipeline's weights are this process's own."""
+    sys.path.append(str(_SUPPORT))
+    import mappings
+
+    return int(mappings.copied_nbytes(pipe))
 
 
 def _own_nbytes() -> int:
