@@ -78,7 +78,8 @@ class Mixture:
             "loras": [
                 [os.path.realpath(path), stamps_of(path), scale] for path, scale in self._files
             ],
-            "dtype": dtype,
+            # A dtype and its name mean the same.
+            "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
             "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
         }
         name = name_of("mixed", self._root, facts)

@@ -1,6 +1,6 @@
 """`Switcher`: several pipelines in one process, within a budget.
 
-Guarantee: each pipeline is used by one thread at a time, and what is used does not go.
+Guarantee: each pipeline is used by one thread at a time, and one in use is never given up.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class SwitcherFigures(msgspec.Struct, frozen=True, kw_only=True):
     given_up: int
     """How often a pipeline was given up."""
     waits: int
-    """Uses that waited for another thread: for the pipeline, or for room."""
+    """How often one thread waited for another: for a pipeline, or for room."""
     waited_s: float
     copied_nbytes: int
     """How much was copied to the device, in bytes."""
@@ -97,6 +97,10 @@ class Switcher:
         device_budget: float | str | None = None,
         **load_kwargs: Any,
     ) -> None:
+        if isinstance(models, str):
+            raise ArgumentError(
+                f"models is one text, {models!r}; give a list of sources, or a dict"
+            )
         named = models if isinstance(models, Mapping) else {each: each for each in models}
         self._entries = {name: _entry(name, each, load_kwargs) for name, each in named.items()}
         copies, device_nbytes = None, 0
@@ -110,8 +114,8 @@ class Switcher:
         self._changed = threading.Condition()
         self._users: dict[str, int] = {}
         self._last_use: dict[str, float] = dict.fromkeys(self._entries, 0.0)
-        self._next: Sequence[str] = ()
-        self._turns_over = 0
+        self._next: dict[str, Sequence[str]] = {}
+        self._ended_turns = 0
         self._is_closed = False
         self._uses = self._hits = self._waits = 0
         self._waited_s = 0.0
@@ -128,29 +132,53 @@ class Switcher:
         Args:
             name: of the model.
             then: the models that are used next, in their order. The first is loaded in the
-                meantime, if there is room. What is used soonest goes last.
+                meantime, if it fits beside what is used. What is used soonest goes last.
 
         Raises:
-            ArgumentError: there is no such model, or this thread uses it already.
+            ArgumentError: there is no such model, or it does not fit beside what this thread uses.
             NoRoom: it does not fit, whatever goes; nothing has gone.
             SwitchTimeout: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
+            torch.OutOfMemoryError: the device is full.
             Exception: any error of `load_pipeline`.
         """
         entry = self._find(name)
         coming = [self._find(each) for each in then]
+        deadline = time.monotonic() + settings().wait_timeout_s
         with self._changed:
-            self._next = list(then)
             self._uses += 1
             self._hits += name not in self._users and self._shelf.is_ready(entry)
-        with self._turn(entry):
-            self._make_ready(entry)
+        with self._turn(entry, deadline):
+            self._next[name] = list(then)
+            self._make_ready(entry, deadline)
             if coming:
-                self._ahead.submit(self._prefetch, coming[0])
+                self._load_ahead(coming[0])
             yield entry.pipe
 
     def prefetch(self, name: str) -> None:
-        """Load a model in another thread, as soon as there is room. An error shows at its use."""
-        self._ahead.submit(self._prefetch, self._find(name))
+        """Load a model in another thread, if it fits beside what is used.
+
+        An error shows at its use.
+
+        Raises:
+            ArgumentError: there is no such model.
+        """
+        self._load_ahead(self._find(name))
+
+    def reload(self, name: str) -> None:
+        """Give up a pipeline, so that its next use loads it again: the newest of a publication.
+
+        Raises:
+            ArgumentError, SwitchTimeout: as `use`.
+        """
+        entry = self._find(name)
+        deadline = time.monotonic() + settings().wait_timeout_s
+        with self._turn(entry, deadline), self._loads(entry, deadline):
+            self._shelf.drop([entry])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the models."""
+        return list(self._entries)
 
     @property
     def figures(self) -> SwitcherFigures:
@@ -168,13 +196,19 @@ class Switcher:
         )
 
     def close(self) -> None:
-        """Give up all pipelines; their segments stay resident. A second call does nothing."""
+        """Give up all pipelines, each when it is not used; their segments stay resident.
+
+        A second call does nothing.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._ahead.shutdown(cancel_futures=True)
         with self._loading:
-            self._shelf.drop(self._entries.values())
+            for entry in self.order():
+                with self.claim([entry]) as is_free:
+                    if is_free:
+                        self._shelf.drop([entry])
 
     def __enter__(self) -> Self:
         return self
@@ -187,87 +221,136 @@ class Switcher:
             raise ArgumentError(f"no model is called {name!r}{nearest(name, list(self._entries))}")
         return self._entries[name]
 
+    def _load_ahead(self, entry: Entry) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._ahead.submit(self._prefetch, entry)
+
     def _prefetch(self, entry: Entry) -> None:
+        deadline = time.monotonic() + settings().wait_timeout_s
         try:
-            with self._turn(entry):
-                self._make_ready(entry)
+            with self._turn(entry, time.monotonic()):
+                self._make_ready(entry, deadline, waits_for_room=False)
         except Exception as exc:  # the use of it will show it
             logger.info("%s was not loaded ahead: %s", entry.name, exc)
 
     # Turns ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self, entry: Entry) -> Iterator[None]:
+    def _turn(self, entry: Entry, deadline: float) -> Iterator[None]:
         """Wait until no other thread uses a pipeline, and use it in the block."""
         me = threading.get_ident()
         with self._changed:
             if self._users.get(entry.name) == me:
                 raise ArgumentError(f"{entry.name} is used by this thread already")
-            self._wait(entry, lambda: entry.name not in self._users)
+            self._wait(entry, lambda: entry.name not in self._users, deadline)
             self._users[entry.name] = me
         try:
             yield
         finally:
+            if self._is_closed:
+                with self._loading:
+                    self._shelf.drop([entry])
             with self._changed:
                 self._last_use[entry.name] = time.monotonic()
-            self._end_turns([entry])
+                self._next.pop(entry.name, None)
+            self._end_turns([entry.name])
 
-    def _end_turns(self, entries: Collection[Entry]) -> None:
+    def _end_turns(self, names: Collection[str]) -> None:
         with self._changed:
-            for entry in entries:
-                del self._users[entry.name]
-            self._turns_over += 1
+            for name in names:
+                del self._users[name]
+            self._ended_turns += 1
             self._changed.notify_all()
 
-    def _make_ready(self, entry: Entry) -> None:
+    def _make_ready(self, entry: Entry, deadline: float, *, waits_for_room: bool = True) -> None:
         """Load a pipeline; wait for others to be left where there is no room otherwise."""
         while not self._shelf.is_ready(entry):
-            seen = self._turns_over
-            with self._loading, contextlib.suppress(MustWait):
+            seen = self._ended_turns
+            with self._loads(entry, deadline), contextlib.suppress(MustWait):
                 self._shelf.make_ready(entry, self)
                 return
             with self._changed:
-                self._wait(entry, lambda seen=seen: self._turns_over != seen)  # type: ignore[misc]
+                me = threading.get_ident()
+                others = {name: user for name, user in self._users.items() if name != entry.name}
+                if others and set(others.values()) == {me}:
+                    used = ", ".join(sorted(others))
+                    raise ArgumentError(f"{entry.name} does not fit beside {used}, in use here")
+                until = deadline if waits_for_room else time.monotonic()
+                self._wait(entry, functools.partial(self._is_later, seen), until)
 
-    def order(self, entry: Entry) -> list[Entry]:
-        """Return the other pipelines that nobody uses, the first to go first."""
+    def _is_later(self, seen: int) -> bool:
+        return self._ended_turns != seen
+
+    @contextlib.contextmanager
+    def _loads(self, entry: Entry, deadline: float) -> Iterator[None]:
+        """Be the one that loads or gives up, in the block."""
+        if not self._loading.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise SwitchTimeout(entry.name, settings().wait_timeout_s, self._users)
+        try:
+            self._require_open(entry)
+            yield
+        finally:
+            self._loading.release()
+
+    def order(self, entry: Entry | None = None) -> list[Entry]:
+        """Return the pipelines that may go for another, the first to go first.
+
+        Those are the ones that nobody uses, or that are not loaded.
+        """
         with self._changed:
-            free = [each for each in self._entries.values() if each.name not in self._users]
-            soon = {name: place for place, name in reversed(list(enumerate(self._next)))}
+            free = [
+                each
+                for each in self._entries.values()
+                if each is not entry and (each.pipe is None or each.name not in self._users)
+            ]
+            coming = [list(names) for names in self._next.values()]
             return sorted(
-                (each for each in free if each is not entry),
-                key=lambda each: (-soon.get(each.name, len(soon)), self._last_use[each.name]),
+                free,
+                key=lambda each: (
+                    -min(
+                        (names.index(each.name) for names in coming if each.name in names),
+                        default=len(self._entries),
+                    ),
+                    self._last_use[each.name],
+                ),
             )
 
     @contextlib.contextmanager
     def claim(self, entries: Collection[Entry]) -> Iterator[bool]:
-        """Use pipelines for this thread if nobody does; tell whether nobody does."""
+        """Use loaded pipelines for this thread if nobody does; tell whether nobody does."""
         me = threading.get_ident()
+        names = [each.name for each in entries if each.pipe is not None]
         with self._changed:
-            are_free = self._users.keys().isdisjoint(each.name for each in entries)
+            are_free = self._users.keys().isdisjoint(names)
             if are_free:
-                self._users |= {each.name: me for each in entries}
+                self._users |= dict.fromkeys(names, me)
         try:
             yield are_free
         finally:
             if are_free:
-                self._end_turns(entries)
+                self._end_turns(names)
 
-    def _wait(self, entry: Entry, is_over: Callable[[], bool]) -> None:
+    def _wait(self, entry: Entry, is_over: Callable[[], bool], deadline: float) -> None:
         """Wait until something is so, with `_changed` held.
 
         Raises:
             SwitchTimeout: it took too long.
             ArgumentError: the switcher is closed.
         """
-        if not is_over():
+        if not is_over() and not self._is_closed:
             began = time.monotonic()
-            timeout_s = settings().wait_timeout_s
             self._waits += 1
-            is_so = self._changed.wait_for(lambda: self._is_closed or is_over(), timeout_s)
+            is_so = self._changed.wait_for(
+                lambda: self._is_closed or is_over(), max(0.0, deadline - began)
+            )
             self._waited_s += time.monotonic() - began
             if not is_so:
-                raise SwitchTimeout(entry.name, timeout_s, self._users)
+                used = self._users.keys() - {entry.name} or self._users
+                raise SwitchTimeout(entry.name, settings().wait_timeout_s, used)
+        self._require_open(entry)
+
+    def _require_open(self, entry: Entry) -> None:
         if self._is_closed:
             raise ArgumentError(f"{entry.name} is of a switcher that is closed")
 
@@ -287,16 +370,21 @@ def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
         raise ArgumentError(f"{name}: a switcher decides on {', '.join(fixed)} itself")
     load = functools.partial(load_pipeline, source, **arguments)
     if is_publication(source):
-        return Entry(name, functools.partial(_parts_of_publication, str(source)), load)
+        if loras is not None:
+            raise ArgumentError(f"{name}: LoRAs are mixed into a directory, not into {source}")
+        return Entry(name, lambda is_local: _parts_of_publication(str(source)), load)
     planned = {key: value for key, value in arguments.items() if key in _PLANNED}
-    find = functools.partial(_planned, source, planned)
+
+    def find(is_local: bool) -> dict[str, int]:
+        return _planned(source, planned | ({"local_files_only": True} if is_local else {}))
+
     if loras is None:
         return Entry(name, find, functools.partial(load, keep=True))
     others = {key: value for key, value in arguments.items() if key != "dtype"}
 
-    def find_mixture() -> dict[str, int]:
+    def find_mixture(is_local: bool) -> dict[str, int]:
         mixture = Mixture(source, loras, arguments.get("dtype"), others)
-        return _parts_of_mixture(mixture, find)
+        return _parts_of_mixture(mixture, functools.partial(find, is_local))
 
     return Entry(name, find_mixture, functools.partial(mix, source, loras, **arguments))
 

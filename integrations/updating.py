@@ -18,6 +18,7 @@ from shmload._building.homes import Home, Homes, homes_in_all
 from shmload._building.mapped import hold_leases, modules_of
 from shmload._building.published import Opened, opened
 from shmload._building.publishing import Published
+from shmload._building.shelf import is_lent
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import as_plain_tensors
@@ -65,20 +66,22 @@ def update(thing: Any, source: _Source) -> Updated:
         pairs = _pair(thing, new)
         homes = homes_in_all()
         changes = _find_changes(thing, pairs, homes)
-        # First what can fail: a device may be full.
+        # First what can fail: a device may be full, or no descriptor left.
         staged = [(old, tensor.to(old.device)) for old, tensor in changes]
+        new.hold([tensor for _, tensor in changes])
+        on_device = [
+            (old, home) for old, tensor in pairs if not old.is_cpu and (home := homes.find(tensor))
+        ]
+        others = [(each, each.clone()) for each in _others_in(thing)]
         for old, there in staged:
             if old.is_cpu:
                 old.data = there
             else:  # its address stays: a graph that was captured has it
                 old.data.copy_(there)
-        new.hold([tensor for _, tensor in changes])
-        on_device = [
-            (old, home) for old, tensor in pairs if not old.is_cpu and (home := homes.find(tensor))
-        ]
+        for old, clone in others:
+            old.data = clone
         for model in models_in(thing).values():
             adopt(model, homes, on_device)
-    _copy_others(thing)
     nbytes = sum(tensor.nbytes for _, tensor in changes)
     return Updated(source=new.source, tensors=len(changes), changed_nbytes=nbytes)
 
@@ -101,15 +104,16 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
         if devices & {DISK, META, OFFLOAD} or any(map(has_pinned_copies, modules_of(model))):
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise UpdateRefused(source, reason)
+        if is_lent(model):
+            raise UpdateRefused(source, "it is a Switcher's, which has `reload` for it")
 
 
-def _copy_others(thing: Any) -> None:
-    """Copy the tensors of schedulers, which would keep the memory of an old version."""
+def _others_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of schedulers: they are copied, or would keep an old version's memory."""
     for part in vars(thing).values():
         if not isinstance(part, torch.nn.Module) and hasattr(part, "__dict__"):
-            for value in vars(part).values():
-                if isinstance(value, torch.Tensor) and value.is_cpu:
-                    value.data = value.clone()
+            values = vars(part).values()
+            yield from (each for each in values if isinstance(each, torch.Tensor) and each.is_cpu)
 
 
 # The weights of the source ------------------------------------------------------------------------
@@ -174,9 +178,11 @@ def _pair(thing: Any, new: _New) -> list[tuple[torch.Tensor, torch.Tensor]]:
             continue
         if old.is_meta:
             raise UpdateRefused(new.source, f"{path} has no bytes here")
-        if id(old) not in found:
-            found[id(old)] = key, old, new.tensor(key, old)
-        elif not _is_same(found[id(old)][0], key):
+        # On a device, what shares memory is one: its bytes are copied there.
+        place = id(old) if old.is_cpu else old.data_ptr()
+        if place not in found:
+            found[place] = key, old, new.tensor(key, old)
+        elif not _is_same(found[place][0], key):
             raise UpdateRefused(new.source, f"{path} is tied to another weight here, and not there")
     if len(here) != len(new.lines):
         longer = max(here, new.lines, key=len)
@@ -192,11 +198,11 @@ def _is_same(key: object, other: object) -> bool:
 def _find_changes(
     thing: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], homes: Homes
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the pairs of which the tensor here is not that of the source.
+    """Return the pairs that differ.
 
-    On the host it is, if it lies at the same place of the same segment, and this process has no
-    page of its own of it. Bytes elsewhere do not count: they would keep the memory of an old
-    version. On a device the bytes are compared there.
+    On the host a tensor is the same at the same place of the same segment, if this process has no
+    page of its own of it. Elsewhere it differs, whatever its bytes: it would keep the memory of an
+    old version. On a device the bytes are compared there.
     """
     before = {each for model in models_in(thing).values() if (each := homes_of(model))}
     same = set()

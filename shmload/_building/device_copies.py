@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shmload._building.alive import Alive
-from shmload._building.homes import homes_in_all
+from shmload._building.homes import Home, Homes, homes_in_all
 from shmload._building.mapped import modules_of, plain_tensors
 from shmload._building.placing import to_device
 from shmload._compat import as_plain_tensors
@@ -20,13 +20,12 @@ _LABEL = "device"
 
 
 class _Slot(NamedTuple):
-    """Where a module holds a tensor, and that tensor as it is on the host."""
+    """Where a module holds a tensor, and that tensor, which is on the host."""
 
     tensors: Any
     """The module's parameters or buffers, by name."""
     name: str
     tensor: torch.Tensor
-    data: torch.Tensor
     key: Hashable
     """Of its copy."""
 
@@ -88,19 +87,29 @@ class DeviceCopies:
             assert copy is not None
             with as_plain_tensors():
                 self._alive.add(plain_tensors(copy), _LABEL)
-            copies[key] = self._copies[key] = copy
-        there = {id(slot.tensor): copies[slot.key] for slot in slots}
-        for model in models.values():
-            model._apply(lambda tensor: there.get(id(tensor), tensor))  # type: ignore[no-untyped-call]
+            copies[key] = copy
+            if isinstance(key, Home):  # any other key may be another tensor's later
+                self._copies[key] = copy
+        made = {id(slot.tensor): _like(slot.tensor, copies[slot.key]) for slot in slots}
+        for slot in slots:
+            slot.tensors[slot.name] = made[id(slot.tensor)]
         return Brought(slots, copies), sum(map(_nbytes_of, missing.values()))
 
 
 def put_back(brought: Brought) -> None:
     """Give models their tensors on the host again."""
     for slot in brought.slots:
-        if slot.tensor.device != slot.data.device:
-            slot.tensor.data = slot.data
         slot.tensors[slot.name] = slot.tensor
+
+
+def _like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Return a copy as a parameter if the tensor is one."""
+    if not isinstance(tensor, torch.nn.Parameter) or isinstance(copy, torch.nn.Parameter):
+        return copy
+    made = torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    if type(tensor) is torch.nn.Parameter:
+        vars(made).update(vars(tensor))
+    return made
 
 
 def _slots_of(models: Iterable[torch.nn.Module]) -> Iterator[_Slot]:
@@ -110,9 +119,14 @@ def _slots_of(models: Iterable[torch.nn.Module]) -> Iterator[_Slot]:
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        with as_plain_tensors():
-                            key = homes.find(tensor) or id(tensor)
-                        yield _Slot(tensors, name, tensor, tensor.data, key)
+                        yield _Slot(tensors, name, tensor, _key_of(tensor, homes))
+
+
+def _key_of(tensor: torch.Tensor, homes: Homes) -> Hashable:
+    """Return what tells a tensor from others: where it lies, or if it was changed there, its id."""
+    with as_plain_tensors():
+        home = homes.find(tensor)
+        return home if home and homes.is_untouched(tensor) else id(tensor)
 
 
 def _nbytes_of(tensor: torch.Tensor) -> int:

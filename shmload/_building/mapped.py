@@ -88,7 +88,7 @@ def hold_leases(
     seen = set()
     private = {}
     for component in components:
-        for tensor in _tensors_of(component) if isinstance(component, torch.nn.Module) else ():
+        for tensor in host_tensors(component) if isinstance(component, torch.nn.Module) else ():
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             if address in seen:
@@ -104,7 +104,7 @@ def hold_leases(
     return private
 
 
-def _tensors_of(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
+def host_tensors(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
     """Yield the parameters and buffers on the host, or the tensors that these are made of.
 
     The iterators of torch make a name for each, which takes three times as long.

@@ -63,7 +63,10 @@ class Opened:
         self._maps = [memoryview(map_ranges(each.fd, [(0, each.nbytes)])) for each in segments]
         nbytes = next(spec.nbytes for spec in header.tensors if spec.name == STRUCTURE)
         at = begins[STRUCTURE]
-        record = msgspec.msgpack.decode(self._maps[0][at : at + nbytes], type=Record)
+        try:
+            record = msgspec.msgpack.decode(self._maps[0][at : at + nbytes], type=Record)
+        except msgspec.ValidationError as exc:
+            raise PublicationBroken(source, f"another shmload has made it: {exc}") from exc
         self.structure = record.structure
         # Of each region: its segment, and where it begins there.
         self._regions = [

@@ -2,8 +2,8 @@
 
 What counts on the host are the segments that pipelines of the shelf lie in, those of its models
 that are idle in shared memory or pinned there, and the weights that lie in no segment. Each segment
-counts once, and so does each copy on the device. What other processes alone use is theirs. What the
-program still refers to counts after its pipeline was given up.
+counts once, and so does each copy on the device. Segments that only other processes use do not
+count. What the program still refers to counts after its pipeline was given up.
 
 It is not for several threads at once.
 """
@@ -11,20 +11,23 @@ It is not for several threads at once.
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from shmload._building.alive import Alive
 from shmload._building.device_copies import Brought, DeviceCopies, put_back
-from shmload._building.mapped import Spans, modules_of, plain_tensors
+from shmload._building.mapped import Spans, host_tensors
 from shmload._building.weights import models_in
 from shmload._compat import as_plain_tensors
 from shmload._segments.listing import SegmentInfo, names_by_inode, segments_by_lock
 from shmload._segments.removal import remove_idle
+from shmload._segments.segment import Segment
 from shmload._wording import logger_of
-from shmload.errors import NoRoom
+from shmload.errors import NoRoom, ShmloadError
 
 logger = logger_of(__name__)
 
@@ -33,6 +36,7 @@ Sizes = Mapping[Hashable, int]
 
 _Infos = dict[str, SegmentInfo]
 _PRIVATE = ""
+_lent: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 class Entry:
@@ -40,12 +44,13 @@ class Entry:
 
     Args:
         name: of it.
-        find: returns the segments that it lies in, or would, with their sizes in bytes.
+        find: returns the segments that its load attaches or makes, with their sizes in bytes;
+            with True it downloads nothing.
         load: loads it.
     """
 
     def __init__(
-        self, name: str, find: Callable[[], Mapping[str, int]], load: Callable[[], Any]
+        self, name: str, find: Callable[[bool], Mapping[str, int]], load: Callable[[], Any]
     ) -> None:
         self.name = name
         self.find = find
@@ -53,6 +58,8 @@ class Entry:
         self.pipe: Any = None
         self.brought: Brought | None = None
         self.segments: Mapping[str, int] = {}
+        self.is_known = False
+        """Whether `segments` was looked up."""
         self.private_nbytes = 0
         """Of its weights that lie in no segment, when it was loaded last; in bytes."""
 
@@ -159,16 +166,17 @@ class Shelf:
             Exception: any error of the load.
         """
         if entry.pipe is None:
-            entry.segments = entry.find()
+            self._look_up(entry)
             self._make_room(entry, turns)
             entry.pipe = entry.load()
-            self.loads += 1
-            self._count(entry)
-            self.most_held_nbytes = max(self.most_held_nbytes, self.held_nbytes)
             try:
+                self.loads += 1
+                self._count(entry)
+                self.most_held_nbytes = max(self.most_held_nbytes, self.held_nbytes)
                 self._make_room(entry, turns)  # for what was not foreseen
             except BaseException:
                 self.drop([entry])
+                self._remove([entry])
                 raise
         if self._copies and entry.brought is None:
             self._bring(entry, self._copies, turns)
@@ -186,21 +194,39 @@ class Shelf:
 
     # The host -------------------------------------------------------------------------------------
 
+    def _look_up(self, entry: Entry) -> None:
+        """Look up the segments of an entry, and once those of the others, which may be idle."""
+        entry.segments = entry.find(False)
+        entry.is_known = True
+        for other in self._entries:
+            if not other.is_known:
+                other.is_known = True
+                with contextlib.suppress(ShmloadError, OSError):  # its own use says what is wrong
+                    other.segments = other.find(True)
+
     def _count(self, entry: Entry) -> None:
         """Count what a pipeline has, as long as any code refers to it."""
         names = names_by_inode()
         spans = Spans(set(names))
         entry.private_nbytes = 0
-        found = set(entry.segments)  # a publication also has a structure
+        found = set()
         with as_plain_tensors():
-            for tensor in _tensors_in(entry.pipe):
+            models = models_in(entry.pipe).values()
+            for tensor in itertools.chain(*map(host_tensors, models)):
                 mapping = spans.find(tensor)
                 label = names[mapping.inode] if mapping else _PRIVATE
                 found.add(label)
                 added = self._alive.add([tensor], label)
                 entry.private_nbytes += 0 if label else added
         infos = _infos()
+        expected, entry.segments = entry.segments, {}
+        # A structure has no tensor. What is left was needed to make the pipeline, and is not now.
+        found |= {name for name in expected if name in infos and infos[name].needs}
         entry.segments = {name: infos[name].nbytes for name in found if name in infos}
+        left = [name for name in expected if name in infos and name not in found]
+        kept = {name for each in self._entries for name in each.segments}
+        remove_idle([name for name in left if name not in kept], condition=_may_go)
+        _lent.update(models)
 
     def _staying(self, infos: _Infos) -> dict[Hashable, int]:
         """Return what counts whatever goes: pinned, or referred to after it was given up."""
@@ -212,9 +238,17 @@ class Shelf:
             self._alive.labels - {_PRIVATE}
         ):
             is_stale = name in self._alive.labels and name not in in_use
-            if name in infos and (is_stale or _is_pinned(infos[name], infos)):
+            if name in infos and (is_stale or self._is_fixed(infos[name], infos)):
                 staying[name] = infos[name].nbytes
         return staying
+
+    def _is_fixed(self, info: SegmentInfo, infos: _Infos) -> bool:
+        """Tell whether a segment is pinned, or a publication needs it that stays."""
+        needing = [each for each in infos.values() if each.source in info.needed_by]
+        own = {name for entry in self._entries for name in entry.segments}
+        return info.is_pinned or any(
+            each.name not in own or self._is_fixed(each, infos) for each in needing
+        )
 
     def _make_room(self, entry: Entry, turns: Turns) -> None:
         stuck: dict[Hashable, int] = {}
@@ -245,7 +279,7 @@ class Shelf:
         # A publication before what it needs.
         names.sort(key=lambda name: infos[name].created_at, reverse=True)
         going = [name for name in dict.fromkeys(names) if name not in kept]
-        look = remove_idle(going, condition=lambda segment: not segment.is_pinned)
+        look = remove_idle(going, condition=_may_go)
         left = set(going).difference(look.idle)
         return {name: infos[name].nbytes for name in left if not infos[name].is_leased}
 
@@ -300,7 +334,7 @@ class Shelf:
         used = [
             (each, taken_by(each))
             for each in self._entries
-            if each is not entry and each not in order
+            if each is not entry and each not in order and each.pipe is not None
         ]
         fixed = dict(staying) | dict(needed)
         with_used = dict(fixed)
@@ -334,15 +368,10 @@ def _on_device(entry: Entry) -> Sizes:
     return entry.brought.sizes if entry.brought else {}
 
 
-def _is_pinned(info: SegmentInfo, infos: _Infos) -> bool:
-    """Tell whether a segment is pinned, or a publication that needs it is."""
-    needing = [each for each in infos.values() if each.source in info.needed_by]
-    return info.is_pinned or any(_is_pinned(each, infos) for each in needing)
+def _may_go(segment: Segment) -> bool:
+    return not segment.is_pinned
 
 
-def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    for model in models_in(thing).values():
-        for module in modules_of(model):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    yield from (each for each in plain_tensors(tensor) if each.is_cpu)
+def is_lent(model: torch.nn.Module) -> bool:
+    """Tell whether a shelf has loaded a model, and counts its weights."""
+    return model in _lent

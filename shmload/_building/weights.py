@@ -1,8 +1,9 @@
-"""The weights of a pipeline or model as a list of lines: their paths, and what they are but bytes.
+"""The weights of a pipeline or model as a list of lines: their paths, and all but their bytes.
 
 Two lists whose lines look alike are of models that can have each other's weights.
 """
 
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def _lines_of_tensor(path: str, tensor: torch.Tensor) -> Iterator[Line]:
     made = f"{flatten()[1]} " if flatten else ""
     marks = "".join(
         # What cannot be compared is never the same.
-        f"{name}={value if isinstance(value, _Simple) else id(value)} "
+        f"{name}={value if isinstance(value, _Simple) else secrets.token_hex(8)} "
         for name, value in vars(tensor).items()
         if type(tensor) not in _PLAIN or name[0] != "_"
     )

@@ -85,9 +85,9 @@ class NoRoom(CapacityError):
         stays = most - available
         self.args = (
             f"{name} takes {format_nbytes(needed)}, but {limit} of {format_nbytes(most)} leaves "
-            f"{format_nbytes(max(0, available))} beside {format_nbytes(stays)} that is pinned, or "
-            "that the program refers to after its `with` block; raise it, `shmload unpin`, or drop "
-            "that",
+            f"{format_nbytes(max(0, available))} beside {format_nbytes(stays)} that stays: it is "
+            "pinned, another publication needs it (`shmload ls --long`), or the program refers to "
+            "it after its `with` block; raise the budget, or let go of that",
         )
 
 

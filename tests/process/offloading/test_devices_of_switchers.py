@@ -110,3 +110,36 @@ outside = o.all_outside(pipe)
 assert not outside, outside
 o.require_equal(pipe, values["y"])
 """)
+
+
+def test_weights_that_a_process_has_changed_are_no_copies_of_others(program):
+    program("""
+with switcher() as s:
+    with s.use("x"):
+        pass
+    host = o.load(sys.argv[1])
+    with torch.no_grad():
+        host.unet.conv_in.weight.zero_()  # on the host, at the place of the base's
+    brought, _ = s._shelf._copies.bring({"unet": host.unet})
+    assert not host.unet.conv_in.weight.cpu().any()
+    with s.use("base") as pipe:
+        require_on_device(pipe, "base")
+""")
+
+
+def test_tensors_made_of_others_come_back_as_they_were(program):
+    program("""
+from torch.testing._internal.two_tensor import TwoTensor
+model = torch.nn.Linear(4, 4)
+halves = torch.ones(4, 4), torch.zeros(4, 4)
+model.weight = torch.nn.Parameter(TwoTensor(*halves), requires_grad=False)
+shmload.publish(model, "two")
+with shmload.Switcher({"two": "shm:two"}, "1GiB", device=o.DEVICE) as s:
+    with s.use("two") as two:
+        assert two.weight.a.device.type == "standin"
+        assert isinstance(two.weight, torch.nn.Parameter)
+        weight = s._entries["two"].brought.slots[0].tensor
+    s._shelf._leave_device(s._entries["two"])
+    assert two.weight is weight and two.weight.a.is_cpu
+    assert torch.equal(two.weight.a, halves[0]) and torch.equal(two.weight.b, halves[1])
+""")

@@ -116,10 +116,9 @@ def test_what_is_idle_in_memory_goes_too(made, sources, size, room):
     for source in sources.values():
         shmload.warm(source, progress=False)
     switcher = made(sources, room(2))
-    with switcher.use("a"), switcher.use("b"):
-        assert resident() == 3 * size  # nobody has asked for room: c was not looked at
-    with switcher.use("c"):
-        assert resident() <= room(2)
+    with switcher.use("a"):
+        assert switcher.figures.held_nbytes <= room(2)
+        assert resident() == 2 * size
 
 
 def test_what_is_pinned_stays_and_counts(made, sources, size, room):
@@ -283,6 +282,44 @@ def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
     assert switcher.figures.waits == 1
 
 
+def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, size, room):
+    for source in sources.values():  # idle, as an earlier program has left them
+        shmload.warm(source, progress=False)
+    switcher = made(sources, room(1))
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def hold():
+        with switcher.use("c"):
+            is_in.set()
+            assert may_go.wait(60)
+
+    def want(name):
+        with switcher.use(name):
+            pass
+
+    threads = [threading.Thread(target=hold)]
+    threads[0].start()
+    assert is_in.wait(60)
+    assert resident() == size
+    threads += [threading.Thread(target=want, args=(name,)) for name in "ab"]
+    for thread in threads[1:]:
+        thread.start()
+    may_go.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_thread_does_not_wait_for_itself(made, sources, room):
+    switcher = made(sources, room(1))
+    with (
+        switcher.use("a"),
+        pytest.raises(shmload.ArgumentError, match="does not fit beside a"),
+        switcher.use("b"),
+    ):
+        pass
+
+
 def test_wait_ends_with_its_time(made, sources, room, configure):
     configure(wait_timeout_s=0.05)
     switcher = made(sources, room(1))
@@ -357,6 +394,8 @@ def test_arguments_of_one_model_come_before_those_of_all(made, sources):
         ({"a": "x"}, "much", {}, "budget"),
         ({"a": "x"}, "1GiB", {"keep": False}, "keep"),
         ({"a": "x"}, "1GiB", {"device": "cpu"}, "device"),
+        ("a", "1GiB", {}, "list of sources"),
+        ({"a": {"source": "shm:a", "loras": ["x"]}}, "1GiB", {}, "shm:a"),
         ({"a": {"source": "x", "device_map": "cpu"}}, "1GiB", {}, "device_map"),
     ],
 )
@@ -377,6 +416,44 @@ def test_errors_of_a_load_leave_the_switcher_usable(made, sources, tmp_path):
         raise RuntimeError
     with switcher.use("a"):
         pass
+
+
+def test_pipeline_in_use_goes_after_its_use_when_the_switcher_is_closed(sources):
+    switcher = shmload.Switcher(sources, "1GiB", progress=False)
+    with switcher.use("a") as pipe:
+        switcher.close()
+        assert pipe.unet is not None
+    with pytest.raises(AttributeError):
+        _ = pipe.unet
+    switcher.prefetch("b")
+    assert switcher.figures.loads == 1
+
+
+def test_reload_takes_the_newest_version(made):
+    model = torch.nn.Linear(4, 4)
+    shmload.publish(model, "linear")
+    switcher = made({"linear": "shm:linear"}, "1GiB")
+    with switcher.use("linear") as first, pytest.raises(shmload.UpdateRefused, match="reload"):
+        shmload.update(first, "shm:linear")
+    with torch.no_grad():
+        model.weight.add_(1)
+    shmload.publish(model, "linear")
+    switcher.reload("linear")
+    with switcher.use("linear") as second:
+        assert torch.equal(second.weight, model.weight)
+
+
+def test_what_another_publication_needs_stays_and_counts(made, sources, size, room):
+    pipe = shmload.load_pipeline(sources["a"], keep=True, progress=False)
+    shmload.publish(pipe, "other")
+    del pipe
+    gc.collect()
+    switcher = made(sources, room(1))
+    with switcher.use("a"):
+        pass
+    with pytest.raises(shmload.NoRoom, match="publication"), switcher.use("b"):
+        pass
+    assert switcher.figures.given_up == 0
 
 
 def test_closed_switcher_keeps_nothing(sources):
