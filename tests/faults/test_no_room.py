@@ -180,6 +180,40 @@ def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
     assert left == "1 0"  # one progress report, no names left
 
 
+PUBLISH = """
+import contextlib, os, sys, torch, shmload
+from shmload._building import once, publishing
+model = torch.nn.Linear(1000, 2500, bias=False)  # 9.5 of 16 MiB
+made_room = publishing.made_room
+@contextlib.contextmanager
+def make_room_and_fill(*args, **kwargs):
+    with made_room(*args, **kwargs) as gone:
+        yield gone
+    file = os.open("/dev/shm/other", os.O_WRONLY | os.O_CREAT)
+    os.posix_fallocate(file, 0, os.statvfs("/dev/shm").f_bavail * 4096 - (1 << 20))
+    os.close(file)
+publishing.made_room = make_room_and_fill
+for publish in (
+    lambda: shmload.publish(model, "linear"),
+    lambda: once.make_once("linear.quantised-0", lambda: model),
+):
+    try:
+        print("MADE", publish() is model)
+    except shmload.ShmloadError as exc:
+        print(type(exc).__name__, getattr(exc, "errno", None), exc)
+    os.unlink("/dev/shm/other")
+    print("LEFT", *(name for name in os.listdir("/dev/shm") if name.startswith("shmload-")))
+"""
+
+
+@pytest.mark.libraries
+def test_shm_that_fills_up_while_a_model_is_published(in_small_shm):
+    said, left, made, left_again = in_small_shm("-c", PUBLISH).stdout.splitlines()
+    assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
+    assert made == "MADE True"
+    assert left == left_again == "LEFT"
+
+
 def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, configure):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(8_000_000)}, path)

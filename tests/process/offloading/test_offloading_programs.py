@@ -133,6 +133,36 @@ assert all("to_q" in name for name in o.outside(pipe.unet))
     )
 
 
+def test_mix_comes_home_with_its_fuse(offloading, saved):
+    offloading(
+        saved("stable-diffusion"),
+        f"""{BEGIN}
+from pathlib import Path
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+other = diffusers.StableDiffusionPipeline.from_pretrained(SOURCE)
+other.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+name = "pytorch_lora_weights.safetensors"
+folder = Path(SOURCE + "-lora")
+other.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(other.unet))
+other = diffusers.StableDiffusionPipeline.from_pretrained(SOURCE)
+other.load_lora_weights(folder, weight_name=name)
+other.fuse_lora()
+other.unload_lora_weights()
+wanted = other.unet.state_dict()
+base = o.load(SOURCE)
+plain = {{key: each.clone() for key, each in base.unet.state_dict().items()}}
+assert any(not torch.equal(wanted[key], each) for key, each in plain.items())
+for _ in range(2):
+    pipe = shmload.mix(SOURCE, [folder / name], progress=False)
+    o.load(SOURCE)
+    require_home([pipe.unet, base.unet])
+    for unet, state in (pipe.unet, wanted), (base.unet, plain):
+        assert all(torch.equal(each, state[key]) for key, each in unet.state_dict().items())
+""",
+    )
+
+
 def test_result_on_a_device_is_not_published(offloading, saved):
     offloading(
         saved("stable-diffusion"),

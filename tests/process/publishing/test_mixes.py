@@ -1,5 +1,10 @@
 """LoRAs are fused once, and equal what diffusers fuses."""
 
+import ctypes
+import gc
+import os
+from pathlib import Path
+
 import diffusers
 import pytest
 import torch
@@ -117,6 +122,127 @@ print("MIXED", flush=True)
     assert child.expect("DECODES") == ""
     child.expect("MIXED")
     assert len(mixes()) == 1
+
+
+def test_changed_base_makes_another_mix(copied, loras):
+    source = copied("stable-diffusion")
+    first = shmload.mix(source, loras, progress=False)
+    saved = diffusers.UNet2DConditionModel.from_pretrained(source / "unet")
+    with torch.no_grad():
+        saved.conv_in.weight.add_(1)
+    saved.save_pretrained(source / "unet")
+    second = shmload.mix(source, loras, progress=False)
+    assert torch.equal(second.unet.conv_in.weight, saved.conv_in.weight)
+    assert not torch.equal(first.unet.conv_in.weight, saved.conv_in.weight)
+    assert len(mixes()) == 2
+
+
+# What others have done with the weights -----------------------------------------------------------
+
+MIX = """
+import os, signal, sys, shmload
+from shmload._building import publishing
+if sys.argv[3] == "dies":
+    publishing.publish_version = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+pipe = shmload.mix(sys.argv[1], [(sys.argv[2], 0.7)], progress=False)
+base = shmload.load_pipeline(sys.argv[1], keep=True, progress=False)
+print("LORA", sum("lora" in key for key, _ in pipe.unet.named_parameters()), flush=True)
+print("BYTES", *(hash_of(each.unet) for each in (pipe, base)), flush=True)
+"""
+HASH = """
+import hashlib, torch
+def hash_of(model):
+    digest = hashlib.blake2b()
+    for each in model.state_dict().values():
+        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+"""
+
+
+def hash_of(model):
+    known = {}
+    exec(HASH, known)
+    return known["hash_of"](model)
+
+
+def test_lora_is_fused_once_whatever_is_warm(saved, loras, child):
+    source, given = saved("stable-diffusion"), [(loras[0], 0.7)]
+    wanted = hash_of(fused(source, loras[:1], scale=0.7).unet)
+    plain = hash_of(diffusers.UNet2DConditionModel.from_pretrained(source / "unet"))
+    own = shmload.load_pipeline(source, keep=True, progress=False)
+    own.load_lora_weights(str(loras[0].parent), weight_name=loras[0].name)
+    own.fuse_lora(lora_scale=0.7)
+    dying = child(HASH + MIX, source, loras[0], "dies")  # when it has fused, and not published
+    assert dying.wait() < 0
+    assert mixes() == []
+    for _ in range(2):
+        other = child(HASH + MIX, source, loras[0], "lives")
+        assert other.expect("LORA") == "0"
+        assert other.expect("BYTES") == f"{wanted} {plain}"
+        assert hash_of(shmload.mix(source, given, progress=False).unet) == wanted
+    assert len(mixes()) == 1
+
+
+def test_later_loads_and_mixes_leave_a_mix_as_it_is(saved, loras):
+    source, given = saved("stable-diffusion"), {"progress": False}
+    wanted = hash_of(fused(source, loras[:1], scale=1.0).unet)
+    first = shmload.mix(source, loras[:1], **given)
+    later = [
+        shmload.load_pipeline(source, keep=True, **given),
+        shmload.mix(source, loras[1:], **given),
+        shmload.mix(source, loras[:1], **given),
+        shmload.load_pipeline(source, keep=True, **given),
+    ]
+    found = [hash_of(each.unet) for each in later]
+    assert found[1] not in (found[0], wanted)
+    assert (found[0], found[2]) == (found[3], wanted)
+    assert hash_of(first.unet) == wanted
+    shmload.publish(first, "own")
+    shmload.collect_garbage()
+    assert hash_of(first.unet) == wanted
+
+
+# Switching ----------------------------------------------------------------------------------------
+
+# `from_pretrained` of diffusers alone leaves 13 KB at each call, and the base is loaded 20 times.
+_GROWTH_NBYTES = 2 << 20
+
+
+def usage():
+    """Return what this process has: descriptors, mappings, names in /dev/shm; anonymous memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    anonymous = int(status.partition("RssAnon:")[2].split()[0]) * 1024
+    mappings = Path("/proc/self/maps").read_text().count("/dev/shm/shmload-")
+    names = sorted((each.name, each.stat().st_blocks) for each in Path("/dev/shm").iterdir())
+    return [len(os.listdir("/proc/self/fd")), mappings, names], anonymous
+
+
+@pytest.mark.timeout(300)
+def test_500_switches_give_the_same_bytes_and_let_nothing_grow(saved, loras):
+    source, given = saved("stable-diffusion"), {"components": ["unet"], "progress": False}
+    wanted = [fused(source, [each], scale=1.0).unet.state_dict() for each in loras]
+    wanted.append(diffusers.UNet2DConditionModel.from_pretrained(source / "unet").state_dict())
+
+    def switch(number):
+        which = 2 if number % 25 == 0 else number % 2
+        if which == 2:
+            pipe = shmload.load_pipeline(source, keep=True, **given)
+        else:
+            pipe = shmload.mix(source, [loras[which]], **given)
+        found = pipe.unet.state_dict()
+        assert found.keys() == wanted[which].keys()
+        assert all(torch.equal(each, found[key]) for key, each in wanted[which].items())
+
+    for number in range(50):
+        switch(number)
+    before, anonymous = usage()
+    for number in range(500):
+        switch(number)
+    after, anonymous_after = usage()
+    assert after == before
+    assert anonymous_after - anonymous < _GROWTH_NBYTES
 
 
 def test_wrong_arguments(saved, tmp_path):

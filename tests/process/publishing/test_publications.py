@@ -11,6 +11,7 @@ from children import run_to_end
 from safetensors.torch import save_file
 
 import shmload
+from shmload._building import publishing
 from shmload._segments.publications import Publication
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -71,22 +72,97 @@ def test_versions_that_are_begun_at_once_are_two():
     assert published() == []
 
 
-def test_publisher_that_is_killed_leaves_nothing_to_be_found(saved, child, shm_names):
+# Where a publisher is killed: a function that it calls, and in which module.
+MOMENTS = {
+    "its part is begun": "publishing.made_room",
+    "its part has a length": "publishing.write_at",
+    "it is written": "publishing.digest_data",
+    "it has a digest and no name": "part.shm_rename",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_publisher_that_is_killed_leaves_nothing_to_be_found(saved, child, shm_names, load, moment):
     killed = child(
         f"""{BEGIN}
 from shmload._building import publishing
-publishing.digest_data = lambda *rest: os.kill(os.getpid(), signal.SIGKILL)
+from shmload._segments import part
+{MOMENTS[moment]} = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
 shmload.publish(model, "vae")
 """,
         saved("stable-diffusion"),
     )
-    killed.wait()
+    assert killed.wait() < 0, killed.errors
     assert published() == []
     assert [name for name in shm_names() if name.endswith(".part")]
     with pytest.raises(shmload.SegmentNotFound):
         shmload.load_model("AutoencoderKL", "shm:vae")
-    shmload.collect_garbage()
+    if moment == "it is written":
+        shmload.collect_garbage()
+    else:  # the next publisher takes its part over
+        assert shmload.publish(load(), "vae").version == 1
     assert not [name for name in shm_names() if name.endswith(".part")]
+
+
+def test_publisher_that_is_killed_afterwards_has_published(saved, child):
+    killed = child(
+        f"{BEGIN}shmload.publish(model, 'vae')\nos.kill(os.getpid(), signal.SIGKILL)",
+        saved("stable-diffusion"),
+    )
+    assert killed.wait() < 0
+    assert published() == pinned() == ["shm:vae@1"]
+    assert shmload.load_model("AutoencoderKL", "shm:vae").encoder.conv_in.weight.is_cpu
+    assert shmload.verify()
+
+
+def test_version_is_free_once_who_has_attached_it_is_killed(load, child):
+    model = load()
+    with torch.no_grad():
+        model.encoder.conv_in.weight.add_(1)
+    shmload.publish(model, "vae")
+    attached = child(
+        """
+import sys, shmload
+model = shmload.load_model("AutoencoderKL", "shm:vae")
+print("READY", flush=True)
+sys.stdin.read()
+"""
+    )
+    attached.expect("READY")
+    del model
+    gc.collect()
+    with pytest.raises(shmload.SegmentBusy, match=f"process {attached.pid}"):
+        shmload.evict("shm:vae")
+    attached.end()
+    shmload.load_model("AutoencoderKL", "shm:vae")
+    gc.collect()
+    shmload.evict("shm:vae")
+    assert published() == []
+
+
+def test_load_that_needs_room_takes_none_of_what_is_being_attached(
+    load, tmp_path, configure, monkeypatch
+):
+    save_file({"weight": torch.ones(230_000)}, tmp_path / "large.safetensors")
+    model = load()
+    wanted = shmload.publish(model, "vae")
+    shmload.unpin("shm:vae")
+    del model
+    gc.collect()
+    configure(budget="1MiB")
+    attach = publishing.attach
+    refused = []
+
+    def attach_late(name):
+        with pytest.raises(shmload.SharedMemoryFull) as caught:
+            shmload.warm(tmp_path / "large.safetensors", progress=False)
+        refused.append(str(caught.value))
+        return attach(name)
+
+    monkeypatch.setattr(publishing, "attach", attach_late)
+    model = shmload.load_model("AutoencoderKL", wanted.source)
+    assert model.encoder.conv_in.weight.abs().sum() > 0
+    assert len(refused) == len(wanted.needs) == 1
 
 
 def test_version_outlives_its_publisher(saved, child):

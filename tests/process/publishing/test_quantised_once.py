@@ -14,6 +14,7 @@ from mappings import copied_nbytes
 
 import shmload
 from shmload._building import publishing
+from shmload._segments import names
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -190,6 +191,40 @@ def test_two_releases_of_the_libraries_have_a_result_each(load, monkeypatch):
             load()
     assert HalvingQuantizer.runs == before + 2
     assert [each.rpartition("@")[2] for each in published()] == ["1", "2"]
+
+
+def test_next_process_quantises_when_the_first_is_killed(load, saved, child, monkeypatch):
+    killed = child(
+        """
+import sys
+sys.path.append(sys.argv[2])
+import shmload
+from halving import HalvingConfig, HalvingQuantizer
+def stop(*rest, **named):
+    print("QUANTISING", flush=True)
+    sys.stdin.read()
+HalvingQuantizer._process_model_after_weight_loading = stop
+shmload.load_model(
+    "AutoencoderKL", sys.argv[1], subfolder="vae", quantization_config=HalvingConfig(),
+    keep=True, progress=False)
+""",
+        saved("stable-diffusion"),
+        SUPPORT,
+    )
+    killed.expect("QUANTISING")
+    waited = []
+
+    def kill(_):
+        waited.append(True)
+        killed.process.kill()
+        killed.wait()
+
+    monkeypatch.setattr(names.time, "sleep", kill)
+    before = HalvingQuantizer.runs
+    load()
+    assert waited
+    assert HalvingQuantizer.runs == before + 1
+    assert len(published()) == 1
 
 
 def test_without_room_for_the_result_the_model_is_there(load, monkeypatch, caplog, shm_names):
