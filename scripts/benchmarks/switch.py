@@ -130,7 +130,7 @@ def measure_style(bench: Bench) -> list[Figure]:
             at_least=5,
         ),
         _copied("style-copied", rounds),
-        _private("style-memory", "the same: growth of private memory as a share", rounds, 0.1),
+        _private("style-memory", "the same: growth of private memory as a share", rounds),
     ]
 
 
@@ -306,7 +306,9 @@ SUITE = Suite(
 )
 
 
-def _private(name: str, what: str, rounds: Rounds, at_most: float, ours: str = "shmload") -> Figure:
+def _private(
+    name: str, what: str, rounds: Rounds, at_most: float | None = None, ours: str = "shmload"
+) -> Figure:
     """Return private memory as a share of the weights."""
     private = rounds.samples("private_nbytes")
     weights = rounds.sample(ours, "weights_nbytes")
