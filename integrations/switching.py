@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from shmload._building.device_copies import DeviceCopies
-from shmload._building.shelf import Entry, MustWait, Shelf
+from shmload._building.shelf import MustWait, Shelf
+from shmload._building.turns import Entry, Turns
 from shmload._checkpoints.wanted import SCHEME, is_publication
 from shmload._loading.verbs import plan
 from shmload._placement.inventory import canonical_device, is_on_the_host, machine_inventory
@@ -109,16 +110,10 @@ class Switcher:
             copies = DeviceCopies(where)
         entries = list(self._entries.values())
         self._shelf = Shelf(entries, _parse("budget", budget), copies, device_nbytes)
-        # It is held while a pipeline is loaded. Who uses what is under `_changed`.
+        self._turns = Turns(entries)
+        # One thread at a time loads or gives up.
         self._loading = threading.Lock()
-        self._changed = threading.Condition()
-        self._users: dict[str, int] = {}
-        self._last_use: dict[str, float] = dict.fromkeys(self._entries, 0.0)
-        self._next: dict[str, Sequence[str]] = {}
-        self._ended_turns = 0
-        self._is_closed = False
-        self._uses = self._hits = self._waits = 0
-        self._waited_s = 0.0
+        self._uses = self._hits = 0
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="shmload-ahead")
 
     @contextlib.contextmanager
@@ -144,11 +139,10 @@ class Switcher:
         entry = self._find(name)
         coming = [self._find(each) for each in then]
         deadline = time.monotonic() + settings().wait_timeout_s
-        with self._changed:
+        with self._turns.changed:
             self._uses += 1
-            self._hits += name not in self._users and self._shelf.is_ready(entry)
-        with self._turn(entry, deadline):
-            self._next[name] = list(then)
+            self._hits += not self._turns.is_used(entry) and self._shelf.is_ready(entry)
+        with self._turn(entry, deadline, then):
             self._make_ready(entry, deadline)
             if coming:
                 self._load_ahead(coming[0])
@@ -188,8 +182,8 @@ class Switcher:
             hits=self._hits,
             loads=self._shelf.loads,
             given_up=self._shelf.given_up,
-            waits=self._waits,
-            waited_s=self._waited_s,
+            waits=self._turns.waits,
+            waited_s=self._turns.waited_s,
             copied_nbytes=self._shelf.copied_nbytes,
             held_nbytes=self._shelf.held_nbytes,
             most_held_nbytes=self._shelf.most_held_nbytes,
@@ -200,13 +194,11 @@ class Switcher:
 
         A second call does nothing.
         """
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._turns.close()
         self._ahead.shutdown(cancel_futures=True)
         with self._loading:
-            for entry in self.order():
-                with self.claim([entry]) as is_free:
+            for entry in self._turns.order():
+                with self._turns.claim([entry]) as is_free:
                     if is_free:
                         self._shelf.drop([entry])
 
@@ -221,9 +213,40 @@ class Switcher:
             raise ArgumentError(f"no model is called {name!r}{nearest(name, list(self._entries))}")
         return self._entries[name]
 
+    @contextlib.contextmanager
+    def _turn(self, entry: Entry, deadline: float, then: Sequence[str] = ()) -> Iterator[None]:
+        with self._turns.take(entry, deadline, then):
+            try:
+                yield
+            finally:
+                if self._turns.is_closed:
+                    with self._loading:
+                        self._shelf.drop([entry])
+
+    def _make_ready(self, entry: Entry, deadline: float, *, waits_for_room: bool = True) -> None:
+        """Load a pipeline; wait for others to be left where there is no room otherwise."""
+        while not self._shelf.is_ready(entry):
+            seen = self._turns.ended
+            with self._loads(entry, deadline), contextlib.suppress(MustWait):
+                self._shelf.make_ready(entry, self._turns)
+                return
+            until = deadline if waits_for_room else time.monotonic()
+            self._turns.wait_for_end(entry, seen, until)
+
+    @contextlib.contextmanager
+    def _loads(self, entry: Entry, deadline: float) -> Iterator[None]:
+        """Be the one that loads or gives up, in the block."""
+        if not self._loading.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise SwitchTimeout(entry.name, settings().wait_timeout_s, ["other loads"])
+        try:
+            self._turns.require_open(entry)
+            yield
+        finally:
+            self._loading.release()
+
     def _load_ahead(self, entry: Entry) -> None:
-        with self._changed:
-            if not self._is_closed:
+        with self._turns.changed:
+            if not self._turns.is_closed:
                 self._ahead.submit(self._prefetch, entry)
 
     def _prefetch(self, entry: Entry) -> None:
@@ -233,126 +256,6 @@ class Switcher:
                 self._make_ready(entry, deadline, waits_for_room=False)
         except Exception as exc:  # the use of it will show it
             logger.info("%s was not loaded ahead: %s", entry.name, exc)
-
-    # Turns ----------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _turn(self, entry: Entry, deadline: float) -> Iterator[None]:
-        """Wait until no other thread uses a pipeline, and use it in the block."""
-        me = threading.get_ident()
-        with self._changed:
-            if self._users.get(entry.name) == me:
-                raise ArgumentError(f"{entry.name} is used by this thread already")
-            self._wait(entry, lambda: entry.name not in self._users, deadline)
-            self._users[entry.name] = me
-        try:
-            yield
-        finally:
-            if self._is_closed:
-                with self._loading:
-                    self._shelf.drop([entry])
-            with self._changed:
-                self._last_use[entry.name] = time.monotonic()
-                self._next.pop(entry.name, None)
-            self._end_turns([entry.name])
-
-    def _end_turns(self, names: Collection[str]) -> None:
-        with self._changed:
-            for name in names:
-                del self._users[name]
-            self._ended_turns += 1
-            self._changed.notify_all()
-
-    def _make_ready(self, entry: Entry, deadline: float, *, waits_for_room: bool = True) -> None:
-        """Load a pipeline; wait for others to be left where there is no room otherwise."""
-        while not self._shelf.is_ready(entry):
-            seen = self._ended_turns
-            with self._loads(entry, deadline), contextlib.suppress(MustWait):
-                self._shelf.make_ready(entry, self)
-                return
-            with self._changed:
-                me = threading.get_ident()
-                others = {name: user for name, user in self._users.items() if name != entry.name}
-                if others and set(others.values()) == {me}:
-                    used = ", ".join(sorted(others))
-                    raise ArgumentError(f"{entry.name} does not fit beside {used}, in use here")
-                until = deadline if waits_for_room else time.monotonic()
-                self._wait(entry, functools.partial(self._is_later, seen), until)
-
-    def _is_later(self, seen: int) -> bool:
-        return self._ended_turns != seen
-
-    @contextlib.contextmanager
-    def _loads(self, entry: Entry, deadline: float) -> Iterator[None]:
-        """Be the one that loads or gives up, in the block."""
-        if not self._loading.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise SwitchTimeout(entry.name, settings().wait_timeout_s, self._users)
-        try:
-            self._require_open(entry)
-            yield
-        finally:
-            self._loading.release()
-
-    def order(self, entry: Entry | None = None) -> list[Entry]:
-        """Return the pipelines that may go for another, the first to go first.
-
-        Those are the ones that nobody uses, or that are not loaded.
-        """
-        with self._changed:
-            free = [
-                each
-                for each in self._entries.values()
-                if each is not entry and (each.pipe is None or each.name not in self._users)
-            ]
-            coming = [list(names) for names in self._next.values()]
-            return sorted(
-                free,
-                key=lambda each: (
-                    -min(
-                        (names.index(each.name) for names in coming if each.name in names),
-                        default=len(self._entries),
-                    ),
-                    self._last_use[each.name],
-                ),
-            )
-
-    @contextlib.contextmanager
-    def claim(self, entries: Collection[Entry]) -> Iterator[bool]:
-        """Use loaded pipelines for this thread if nobody does; tell whether nobody does."""
-        me = threading.get_ident()
-        names = [each.name for each in entries if each.pipe is not None]
-        with self._changed:
-            are_free = self._users.keys().isdisjoint(names)
-            if are_free:
-                self._users |= dict.fromkeys(names, me)
-        try:
-            yield are_free
-        finally:
-            if are_free:
-                self._end_turns(names)
-
-    def _wait(self, entry: Entry, is_over: Callable[[], bool], deadline: float) -> None:
-        """Wait until something is so, with `_changed` held.
-
-        Raises:
-            SwitchTimeout: it took too long.
-            ArgumentError: the switcher is closed.
-        """
-        if not is_over() and not self._is_closed:
-            began = time.monotonic()
-            self._waits += 1
-            is_so = self._changed.wait_for(
-                lambda: self._is_closed or is_over(), max(0.0, deadline - began)
-            )
-            self._waited_s += time.monotonic() - began
-            if not is_so:
-                used = self._users.keys() - {entry.name} or self._users
-                raise SwitchTimeout(entry.name, settings().wait_timeout_s, used)
-        self._require_open(entry)
-
-    def _require_open(self, entry: Entry) -> None:
-        if self._is_closed:
-            raise ArgumentError(f"{entry.name} is of a switcher that is closed")
 
 
 def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:

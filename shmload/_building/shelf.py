@@ -14,13 +14,13 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 
 from shmload._building.alive import Alive
-from shmload._building.device_copies import Brought, DeviceCopies, put_back
+from shmload._building.device_copies import DeviceCopies, put_back
 from shmload._building.mapped import Spans, host_tensors
+from shmload._building.turns import PRIVATE, Entry, Turns
 from shmload._building.weights import models_in
 from shmload._compat import as_plain_tensors
 from shmload._segments.listing import SegmentInfo, names_by_inode, segments_by_lock
@@ -35,49 +35,7 @@ Sizes = Mapping[Hashable, int]
 """Sizes of segments, by name, or of copies on a device, in bytes."""
 
 _Infos = dict[str, SegmentInfo]
-_PRIVATE = ""
 _lent: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
-
-
-class Entry:
-    """A pipeline that is loaded, or may be.
-
-    Args:
-        name: of it.
-        find: returns the segments that its load attaches or makes, with their sizes in bytes;
-            with True it downloads nothing.
-        load: loads it.
-    """
-
-    def __init__(
-        self, name: str, find: Callable[[bool], Mapping[str, int]], load: Callable[[], Any]
-    ) -> None:
-        self.name = name
-        self.find = find
-        self.load = load
-        self.pipe: Any = None
-        self.brought: Brought | None = None
-        self.segments: Mapping[str, int] = {}
-        self.is_known = False
-        """Whether `segments` was looked up."""
-        self.private_nbytes = 0
-        """Of its weights that lie in no segment, when it was loaded last; in bytes."""
-
-    @property
-    def parts(self) -> dict[Hashable, int]:
-        """What it takes on the host when it is loaded; entries may have segments in common."""
-        parts: dict[Hashable, int] = {(_PRIVATE, self.name): self.private_nbytes}
-        return parts | dict(self.segments)
-
-
-class Turns(Protocol):
-    """Which entries may go, as others use them meanwhile."""
-
-    def order(self, entry: Entry) -> Sequence[Entry]:
-        """Return those that may go for an entry, the first to go first; the rest is used."""
-
-    def claim(self, entries: Collection[Entry]) -> contextlib.AbstractContextManager[bool]:
-        """Return a context in which nobody uses some entries; it tells whether nobody does."""
 
 
 class MustWait(Exception):
@@ -214,7 +172,7 @@ class Shelf:
             models = models_in(entry.pipe).values()
             for tensor in itertools.chain(*map(host_tensors, models)):
                 mapping = spans.find(tensor)
-                label = names[mapping.inode] if mapping else _PRIVATE
+                label = names[mapping.inode] if mapping else PRIVATE
                 found.add(label)
                 added = self._alive.add([tensor], label)
                 entry.private_nbytes += 0 if label else added
@@ -232,10 +190,10 @@ class Shelf:
         """Return what counts whatever goes: pinned, or referred to after it was given up."""
         loaded = [entry for entry in self._entries if entry.pipe is not None]
         in_use = {name for entry in loaded for name in entry.segments}
-        private = self._alive.nbytes(_PRIVATE) - sum(entry.private_nbytes for entry in loaded)
-        staying: dict[Hashable, int] = {_PRIVATE: max(0, private)}
+        private = self._alive.nbytes(PRIVATE) - sum(entry.private_nbytes for entry in loaded)
+        staying: dict[Hashable, int] = {PRIVATE: max(0, private)}
         for name in {name for entry in self._entries for name in entry.segments} | (
-            self._alive.labels - {_PRIVATE}
+            self._alive.labels - {PRIVATE}
         ):
             is_stale = name in self._alive.labels and name not in in_use
             if name in infos and (is_stale or self._is_fixed(infos[name], infos)):
@@ -296,7 +254,7 @@ class Shelf:
                 copies.sizes_of(models.values()),
                 turns.order(entry),
                 _on_device,
-                {_PRIVATE: max(0, copies.nbytes - sum(known.values()))},
+                {PRIVATE: max(0, copies.nbytes - sum(known.values()))},
                 self._device_nbytes,
                 "the budget of the device",
             )

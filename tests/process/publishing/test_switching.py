@@ -16,7 +16,8 @@ from peft.utils import get_peft_model_state_dict
 from pipelines import build, run, save
 
 import shmload
-from shmload._building.shelf import Entry, choose
+from shmload._building.shelf import choose
+from shmload._building.turns import Entry
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -251,13 +252,13 @@ def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
     switcher = made(sources, room(1))
     is_in, may_go, is_waiting = threading.Event(), threading.Event(), threading.Event()
     got = []
-    wait_for = switcher._changed.wait_for
+    wait_for = switcher._turns.changed.wait_for
 
     def note(*args):
         is_waiting.set()
         return wait_for(*args)
 
-    switcher._changed.wait_for = note
+    switcher._turns.changed.wait_for = note
 
     def hold():
         with switcher.use("a") as pipe:
@@ -339,11 +340,11 @@ def test_wait_ends_with_its_time(made, sources, room, configure):
 
 def test_next_pipeline_is_loaded_while_this_one_runs(made, sources):
     switcher = made(sources, "1GiB")
-    with switcher.use("a", then=["b"]), switcher._changed:
-        assert switcher._changed.wait_for(lambda: switcher.figures.loads == 2, 60)
+    with switcher.use("a", then=["b"]), switcher._turns.changed:
+        assert switcher._turns.changed.wait_for(lambda: switcher.figures.loads == 2, 60)
     switcher.prefetch("c")
-    with switcher._changed:
-        assert switcher._changed.wait_for(lambda: switcher.figures.loads == 3, 60)
+    with switcher._turns.changed:
+        assert switcher._turns.changed.wait_for(lambda: switcher.figures.loads == 3, 60)
     for name in NAMES:
         with switcher.use(name):
             pass
