@@ -118,7 +118,7 @@ def measure_style(bench: Bench) -> list[Figure]:
     loras = [_lora(bench, name) for name in "ab"]
     ways = {
         way: bench.probe(switching.switch_style, way, source, *loras)
-        for way in ("shmload", "diffusers")
+        for way in ("Switcher", "shmload", "diffusers")
     }
     with _all_removed(bench, source):
         rounds = bench.measure(ways, source)
@@ -128,6 +128,13 @@ def measure_style(bench: Bench) -> list[Figure]:
             "another LoRA, the second time: speed-up over unfuse, unload, load and fuse",
             rounds.samples("switch_s"),
             at_least=5,
+            ours="Switcher",
+        ),
+        speed_up(
+            "style-mix",
+            "the same by `mix`, which builds the pipeline again",
+            {way: rounds.sample(way, "switch_s") for way in ("shmload", "diffusers")},
+            at_least=1,
         ),
         _copied("style-copied", rounds),
         _private("style-memory", "the same: growth of private memory as a share", rounds),

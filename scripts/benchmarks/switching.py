@@ -97,6 +97,16 @@ def switch_style(way: str, source: str, first: str, second: str) -> Numbers:
     """
     import shmload
 
+    if way == "Switcher":
+        models = {lora: {"source": source, "loras": [lora]} for lora in (first, second)}
+        switcher = shmload.Switcher(models, "20GiB", dtype=_DTYPE, progress=False)
+
+        def use(_: Any, lora: str) -> Any:
+            with switcher.use(lora) as pipe:
+                return pipe
+
+        return _turn(use, first, second)
+
     if way == "shmload":
 
         def mix(_: Any, lora: str) -> Any:
