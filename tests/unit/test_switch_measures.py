@@ -48,7 +48,10 @@ class FakeBench(Bench):
             switch.measure_attach,
             {"attach-published": 0.5, "attach-copied": 3, "attach-memory": 0.5},
         ),
-        (switch.measure_style, {"style": 2, "style-copied": 3, "style-memory": 0.5}),
+        (
+            switch.measure_style,
+            {"style": 3, "style-mix": 1.5, "style-copied": 3, "style-memory": 0.5},
+        ),
         (switch.measure_mix, {"mix": 1 / 3}),
         (switch.measure_models, {"models": 2, "models-time": 0.5, "models-union": 1}),
         (switch.measure_update, {"update": 0.05, "update-written": 1.06}),

@@ -11,7 +11,7 @@ from children import run_to_end
 from safetensors.torch import save_file
 
 import shmload
-from shmload._building import publishing
+from shmload._building import published as loading_published
 from shmload._segments.publications import Publication
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -150,7 +150,7 @@ def test_load_that_needs_room_takes_none_of_what_is_being_attached(
     del model
     gc.collect()
     configure(budget="1MiB")
-    attach = publishing.attach
+    attach = loading_published.attach
     refused = []
 
     def attach_late(name):
@@ -159,7 +159,7 @@ def test_load_that_needs_room_takes_none_of_what_is_being_attached(
         refused.append(str(caught.value))
         return attach(name)
 
-    monkeypatch.setattr(publishing, "attach", attach_late)
+    monkeypatch.setattr(loading_published, "attach", attach_late)
     model = shmload.load_model("AutoencoderKL", wanted.source)
     assert model.encoder.conv_in.weight.abs().sum() > 0
     assert len(refused) == len(wanted.needs) == 1
