@@ -63,15 +63,13 @@ def update(thing: Any, source: _Source) -> Updated:
     text = source.source if isinstance(source, Published) else str(source)
     _refuse_offloaded(thing, text)
     with paused_gc(), as_plain_tensors(), _attached(thing, text) as new:
-        pairs = _pair(thing, new)
         homes = homes_in_all()
-        changes = _find_changes(thing, pairs, homes)
+        pairs = _pair(thing, new, homes)
+        changes = [(old, new.tensor(key, old)) for old, key in _find_changes(thing, pairs, homes)]
         # First what can fail: a device may be full, or no descriptor left.
         staged = [(old, tensor.to(old.device)) for old, tensor in changes]
         new.hold([tensor for _, tensor in changes])
-        on_device = [
-            (old, home) for old, tensor in pairs if not old.is_cpu and (home := homes.find(tensor))
-        ]
+        on_device = [(old, home) for old, _, home in pairs if not old.is_cpu and home is not None]
         others = [(each, each.clone()) for each in _others_in(thing)]
         for old, there in staged:
             if old.is_cpu:
@@ -128,6 +126,8 @@ class _New(NamedTuple):
     """Path, look, and a key; None for a module."""
     tensor: Callable[[Any, torch.Tensor], torch.Tensor]
     """Returns the tensor of a key, given one of its dtype, shape and strides."""
+    home: Callable[[Any, torch.Tensor, Homes], Home | None]
+    """Returns where that tensor lies."""
     hold: Callable[[Sequence[torch.Tensor]], None]
     """Keeps their segments as long as some tensors live."""
 
@@ -139,13 +139,25 @@ def _attached(thing: Any, source: str) -> Iterator[_New]:
         with opened(source) as version:
             weights = version.structure.weights
             lines = [(path, look, None if key < 0 else key) for path, look, key in weights]
-            yield _New(version.source, lines, version.tensor, functools.partial(_hold, version))
+            yield _New(
+                version.source,
+                lines,
+                version.tensor,
+                lambda key, like, homes: version.home(key, like),
+                functools.partial(_hold, version),
+            )
         return
     if isinstance(thing, torch.nn.Module):
         raise ArgumentError(f"{source}: a model takes its weights from a publication, shm:NAME")
     dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
     pipe = load_pipeline(source, pipeline_class=type(thing), dtype=dtypes, keep=True)
-    yield _New(source, list(lines_of(pipe)), lambda tensor, like: tensor, lambda tensors: None)
+    yield _New(
+        source,
+        list(lines_of(pipe)),
+        lambda tensor, like: tensor,
+        lambda tensor, like, homes: homes.find(tensor),
+        lambda tensors: None,
+    )
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
@@ -161,14 +173,17 @@ def _hold(version: Opened, tensors: Sequence[torch.Tensor]) -> None:
 # What differs -------------------------------------------------------------------------------------
 
 
-def _pair(thing: Any, new: _New) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each tensor of a pipeline with that of the source, which may have other bytes.
+_Pair = tuple[torch.Tensor, Any, Home | None]
+
+
+def _pair(thing: Any, new: _New, homes: Homes) -> list[_Pair]:
+    """Return each tensor of a pipeline, with the key and the home of that of the source.
 
     Raises:
         UpdateRefused: something else differs.
     """
     here = list(lines_of(thing))
-    found: dict[int, tuple[object, torch.Tensor, torch.Tensor]] = {}
+    found: dict[int, _Pair] = {}
     for (path, look, old), (new_path, new_look, key) in zip(here, new.lines, strict=False):
         if path != new_path:
             raise UpdateRefused(new.source, f"here is {path}, where there is {new_path}")
@@ -181,14 +196,14 @@ def _pair(thing: Any, new: _New) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # On a device, what shares memory is one: its bytes are copied there.
         place = id(old) if old.is_cpu else old.data_ptr()
         if place not in found:
-            found[place] = key, old, new.tensor(key, old)
-        elif not _is_same(found[place][0], key):
+            found[place] = old, key, new.home(key, old, homes)
+        elif not _is_same(found[place][1], key):
             raise UpdateRefused(new.source, f"{path} is tied to another weight here, and not there")
     if len(here) != len(new.lines):
         longer = max(here, new.lines, key=len)
         path = longer[min(len(here), len(new.lines))][0]
         raise UpdateRefused(new.source, f"{path} is only {'here' if longer is here else 'there'}")
-    return [(old, tensor) for _, old, tensor in found.values()]
+    return list(found.values())
 
 
 def _is_same(key: object, other: object) -> bool:
@@ -196,9 +211,9 @@ def _is_same(key: object, other: object) -> bool:
 
 
 def _find_changes(
-    thing: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], homes: Homes
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the pairs that differ.
+    thing: Any, pairs: Sequence[_Pair], homes: Homes
+) -> list[tuple[torch.Tensor, Any]]:
+    """Return the tensors that differ, with the keys of those of the source.
 
     On the host a tensor is the same at the same place of the same segment, if this process has no
     page of its own of it. Elsewhere it differs, whatever its bytes: it would keep the memory of an
@@ -207,8 +222,7 @@ def _find_changes(
     before = {each for model in models_in(thing).values() if (each := homes_of(model))}
     same = set()
     to_compare: list[tuple[torch.Tensor, Home]] = []
-    for old, tensor in pairs:
-        home = homes.find(tensor)
+    for old, _, home in pairs:
         if old.numel() == 0:
             same.add(id(old))
         elif home and old.is_cpu:
@@ -217,4 +231,4 @@ def _find_changes(
         elif home and home in (each.find(old) for each in before):
             to_compare.append((old, home))
     same |= homes.take_home(to_compare).keys()
-    return [(old, tensor) for old, tensor in pairs if id(old) not in same]
+    return [(old, key) for old, key, _ in pairs if id(old) not in same]
