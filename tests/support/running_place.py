@@ -17,7 +17,7 @@ from children import run_to_end
 
 from shmload._templates import look
 
-_DEADLINE_S = 100.0  # a busy machine loads pipelines ahead last of all
+_DEADLINE_S = 100.0
 _LOOK_AGAIN_S = 0.2  # nothing tells that a template has changed, and each look takes a while
 
 
@@ -80,12 +80,12 @@ class Running:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield name
 
-    def wait_for_templates(self, holds):
+    def wait_for_templates(self, holds, deadline_s=_DEADLINE_S):
         """Look at the templates of this place until something holds of them; return them.
 
         Each look is a call: a process of the command line for each would keep a core busy.
         """
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline = time.monotonic() + deadline_s
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_RUNTIME_DIR", self.environment["XDG_RUNTIME_DIR"])
             while not holds(found := list(look.templates())):

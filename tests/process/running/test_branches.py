@@ -18,8 +18,10 @@ from test_programs import PROGRAMS
 
 import shmload
 
-pytestmark = pytest.mark.libraries
+# What is loaded ahead has the lowest priority: beside other tests it may wait for minutes.
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(600)]
 _DEADLINE_S = 100.0
+_LOADED_S = 300.0
 _LOADS = """
 import json, logging, os, sys
 import shmload
@@ -104,7 +106,7 @@ def wait_until_loaded(place, count):
         states = [branch.state for template in found for branch in template.branches]
         return "loading" not in states and states.count("ready") >= count
 
-    found = place.wait_for_templates(is_loaded)
+    found = place.wait_for_templates(is_loaded, _LOADED_S)
     return found[0] if found else None
 
 
@@ -155,7 +157,7 @@ def test_next_template_has_the_two_pipelines_that_a_program_of_the_last_one_has_
     assert run(place, "a.py", *sources) == []
     for _ in range(2):
         place.shmload("template", "warm")
-        place.wait_for_templates(lambda found: {*sources} <= {*found[0].ahead})
+        place.wait_for_templates(lambda found: {*sources} <= {*found[0].ahead}, _LOADED_S)
         assert has_all(run(place, "a.py", *sources), 2)
         end_template(place)
 

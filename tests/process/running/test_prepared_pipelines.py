@@ -11,8 +11,10 @@ import stand_in
 
 import shmload
 
-pytestmark = pytest.mark.libraries
+# What is loaded ahead has the lowest priority: beside other tests it may wait for minutes.
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(600)]
 _DEADLINE_S = 60.0
+_LOADED_S = 300.0
 _MAX_RUNS = 4
 # What a program sees of a pipeline, and of the process that has loaded it.
 _PROGRAM = """
@@ -119,7 +121,7 @@ def wait_until_loaded(running):
         states = [branch.state for branch in found[0].branches]
         return states and "loading" not in states
 
-    return running.wait_for_templates(is_loaded)[0]
+    return running.wait_for_templates(is_loaded, _LOADED_S)[0]
 
 
 def run_until(holds, program, **given):
