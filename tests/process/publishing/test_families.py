@@ -12,7 +12,7 @@ import torch
 from adapters import EMBEDDING, ip_adapter_of, noise
 from comparing import assert_equal, reference
 from gguf_files import KINDS, save_blocks
-from lacking import takes_adapters
+from lacking import skip_what_is_lacking, takes_adapters
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from pipelines import FAMILIES
@@ -128,6 +128,7 @@ def test_ip_adapter(load, family):
 
 @pytest.mark.parametrize("family", ["stable-diffusion", "sdxl", "sd3", "flux", "wan"])
 def test_blocks_of_a_gguf_file(load, saved, tmp_path, family):
+    skip_what_is_lacking(f"{family} in GGUF")
     plain = load(family)
     name = denoiser_of(plain)
     save_as_blocks(getattr(plain, name), tmp_path / "model.gguf")
