@@ -191,8 +191,9 @@ def _pair(thing: Any, new: _New, homes: Homes) -> list[_Pair]:
             raise UpdateRefused(new.source, f"{path} is {look} here, and {new_look} there")
         if old is None:
             continue
-        if old.is_meta:
-            raise UpdateRefused(new.source, f"{path} has no bytes here")
+        if old.is_meta or key is None:
+            where = "here" if old.is_meta else "there"
+            raise UpdateRefused(new.source, f"{path} has no bytes {where}")
         # On a device, what shares memory is one: its bytes are copied there.
         place = id(old) if old.is_cpu else old.data_ptr()
         if place not in found:

@@ -141,14 +141,15 @@ class Shelf:
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """Give up pipelines, also for who still refers to them; their segments stay resident."""
-        for entry in entries:
+        loaded = [entry for entry in entries if entry.pipe is not None]
+        for entry in loaded:
             self._leave_device(entry)
-            if entry.pipe is not None:
-                self.given_up += 1
-                # The variable of a `with` block keeps its value.
-                vars(entry.pipe).clear()
-                entry.pipe = None
-        gc.collect()  # modules refer to themselves
+            # The variable of a `with` block keeps its value.
+            vars(entry.pipe).clear()
+            entry.pipe = None
+        self.given_up += len(loaded)
+        if loaded:
+            gc.collect()  # modules refer to themselves
 
     # The host -------------------------------------------------------------------------------------
 
