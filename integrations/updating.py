@@ -194,8 +194,8 @@ def _pair(thing: Any, new: _New, homes: Homes) -> list[_Pair]:
         if old.is_meta or key is None:
             where = "here" if old.is_meta else "there"
             raise UpdateRefused(new.source, f"{path} has no bytes {where}")
-        # On a device, what shares memory is one: its bytes are copied there.
-        place = id(old) if old.is_cpu else old.data_ptr()
+        # On a device, what shares memory is one: its bytes are copied there. Empty ones have none.
+        place = id(old) if old.is_cpu or not old.numel() else old.data_ptr()
         if place not in found:
             found[place] = old, key, new.home(key, old, homes)
         elif not _is_same(found[place][1], key):

@@ -143,3 +143,16 @@ with shmload.Switcher({"two": "shm:two"}, "1GiB", device=o.DEVICE) as s:
     assert two.weight is weight and two.weight.a.is_cpu
     assert torch.equal(two.weight.a, halves[0]) and torch.equal(two.weight.b, halves[1])
 """)
+
+
+def test_tensors_without_elements_are_not_taken_for_tied_ones(program):
+    program("""
+model = torch.nn.Linear(4, 4)
+for name in "ab":
+    model.register_buffer(name, torch.empty(0))
+reader = shmload.publish(model, "empties").load().to(o.DEVICE)
+with torch.no_grad():
+    model.weight.add_(1)
+shmload.update(reader, shmload.publish(model, "empties"))
+assert torch.equal(reader.weight.cpu(), model.weight)
+""")
