@@ -284,13 +284,20 @@ def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
 
 
 def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, size, room):
-    for source in sources.values():  # idle, as an earlier program has left them
-        shmload.warm(source, progress=False)
     switcher = made(sources, room(1))
-    is_in, may_go = threading.Event(), threading.Event()
+    is_in, may_go, waiting = threading.Event(), threading.Event(), threading.Semaphore(0)
+    wait_for = switcher._turns.changed.wait_for
+
+    def note(*args):
+        waiting.release()
+        return wait_for(*args)
+
+    switcher._turns.changed.wait_for = note
 
     def hold():
         with switcher.use("c"):
+            for name in "ab":  # by another program: idle
+                shmload.warm(sources[name], progress=False)
             is_in.set()
             assert may_go.wait(60)
 
@@ -301,10 +308,10 @@ def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, siz
     threads = [threading.Thread(target=hold)]
     threads[0].start()
     assert is_in.wait(60)
-    assert resident() == size
     threads += [threading.Thread(target=want, args=(name,)) for name in "ab"]
     for thread in threads[1:]:
         thread.start()
+    assert all(waiting.acquire(timeout=60) for _ in "ab")
     may_go.set()
     for thread in threads:
         thread.join(60)
