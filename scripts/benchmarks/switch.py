@@ -240,7 +240,7 @@ def measure_random(bench: Bench) -> list[Figure]:
 
 
 def measure_update(bench: Bench) -> list[Figure]:
-    """Update of a pipeline of which a LoRA has changed 5 %."""
+    """Update a pipeline; a LoRA has changed 5 % of its weights."""
     source = bench.source("sd15-bf16")
     name = _publication(source)
     with _all_removed(bench, source):
@@ -253,7 +253,7 @@ def measure_update(bench: Bench) -> list[Figure]:
     return [
         Figure(
             name="update",
-            what="update of a pipeline of which 5 % changed: time",
+            what="update of a pipeline, 5 % of the weights changed: time",
             sample=rounds.sample("shmload", "update_s"),
             at_most=0.1,
             beside={"changed, it says": rounds.sample("shmload", "changed_nbytes")},

@@ -70,7 +70,7 @@ def adopt(
     Args:
         model: some of its weights may be on a device.
         homes: of its weights.
-        on_device: those that are on a device.
+        on_device: its weights on a device, each with its home.
     """
     _watch_moves()
     for module in modules_of(model):

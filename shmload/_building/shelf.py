@@ -51,8 +51,8 @@ def choose(order: Sequence[tuple[Entry, Sizes]], staying: Sizes, limit: int) -> 
         limit: how much may stay, in bytes.
 
     Returns:
-        The first of `order` until the rest fits, less those that need not go; None if it does not
-        fit without all of them.
+        The entries that go, from the beginning of `order`. One whose going frees nothing that is
+        needed is left out. None if even all of them are not enough.
     """
 
     def fits(kept: Iterable[tuple[Entry, Sizes]]) -> bool:
