@@ -29,7 +29,8 @@ _TELL_TIMEOUT_S = 0.2
 # Each program has a new one, or is told of it by the load itself.
 _FREE = {"the way that processes start", "the level of logging", "the state of random",
          "numpy's random state", "torch's random state"}  # fmt: skip
-# Of these, and of what they need, a load may import modules beside those of the template.
+# Of these, of what they need or can use, and of what that needs, a load may import modules beside
+# those of the template.
 _LIBRARIES = ("accelerate", "bitsandbytes", "diffusers", "ftfy", "gguf", "kernels",
               "optimum-quanto", "peft", "protobuf", "scipy", "sentencepiece", "tiktoken", "torch",
               "torchao", "torchvision", "transformers", "xformers")  # fmt: skip
@@ -207,7 +208,7 @@ def tell(path: str, noted: Noted) -> None:
 
 
 def _require_libraries(names: Collection[str], known: Collection[str]) -> None:
-    """Check that modules are the libraries' own, or of what these need.
+    """Check that modules are the libraries' own, or of what these need or can use.
 
     Raises:
         Unfit: one is another's.
@@ -225,9 +226,11 @@ def _require_libraries(names: Collection[str], known: Collection[str]) -> None:
         if name not in closure:
             closure.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
-                needed = metadata.requires(name) or ()
                 waiting += [
-                    re.split(r"[ <>=!~;\[]", each)[0] for each in needed if "extra ==" not in each
+                    re.split(r"[ <>=!~;\[]", each)[0]
+                    for each in metadata.requires(name) or ()
+                    # transformers, say, imports opentelemetry where it is installed.
+                    if "extra ==" not in each or name in _LIBRARIES
                 ]
     for top in sorted(others):
         if not {each.lower().replace("_", "-") for each in homes.get(top, ())} & closure:
