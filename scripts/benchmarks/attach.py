@@ -127,9 +127,11 @@ def load_pipeline(way: str) -> Load:
 
     def load(source: str) -> Any:
         file, config = os.path.join(source, "model.safetensors"), os.path.join(source, "config")
-        given = {"config": config} if os.path.isdir(config) else {}
+        given: dict[str, Any] = {"config": config} if os.path.isdir(config) else {}
         if way == "shmload":
-            return shmload.load_pipeline(file if given else source, dtype=torch.bfloat16, **given)
+            # The weights are resident; of a file, what diffusers makes of them is kept, too.
+            kept = given | {"keep": True} if given else {}
+            return shmload.load_pipeline(file if given else source, dtype=torch.bfloat16, **kept)
         if given:
             return StableDiffusionXLPipeline.from_single_file(
                 file, torch_dtype=torch.bfloat16, **given

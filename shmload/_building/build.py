@@ -30,10 +30,11 @@ from shmload._building.libraries import (
 )
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.mapped import (
+    PrivateWeights,
     Spans,
     hold_leases,
     plain_tensors,
-    say_what_is_private,
+    private_weights,
 )
 from shmload._building.paths import PathRepair
 from shmload._building.pickling import Models
@@ -98,6 +99,10 @@ class Build:
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
         self._said: Said = set() if said is None else said
+        self.private: PrivateWeights | None = None
+        """The weights that lie in no segment, once it is built."""
+        self.has_drawn = False
+        """Whether random numbers were drawn, as weights that the files lack."""
         self._is_local = os.path.exists(source.given)
         # A model of the hub names its folder in the cache, as the library's own does.
         is_named = self._is_local or is_url(source.given)
@@ -116,11 +121,13 @@ class Build:
         """
         state = torch.get_rng_state()
         try:
-            return self._run(verify=verify, may_be_wrong=may_be_wrong)
+            made = self._run(verify=verify, may_be_wrong=may_be_wrong)
         except (BytesNeeded, NotToBeCast):
             # The libraries draw missing weights at random: the next build draws the same ones.
             torch.set_rng_state(state)
             raise
+        self.has_drawn = not torch.equal(torch.get_rng_state(), state)
+        return made
 
     def _run(self, *, verify: bool, may_be_wrong: bool) -> Any:
         key = self.skeleton_key()
@@ -281,7 +288,7 @@ class Build:
         holdings, parts = self._load.holdings, self._maker.parts(pipe)
         spans = Spans(holdings.inodes())
         if private := hold_leases(parts.values(), holdings.segments(), spans):
-            say_what_is_private(private, parts, self._source, self._kwargs)
+            self.private = private_weights(private, parts, self._source, self._kwargs)
         if homes := Homes(holdings.segments(), spans):
             for part in parts.values():
                 if isinstance(part, torch.nn.Module):

@@ -1,7 +1,8 @@
-"""What the library makes of weights, by quantising or fusing: made once, attached by all others.
+"""What the library makes of weights, by quantising, fusing or converting: made once for all.
 
 The first process has the library do it, and publishes the result under a name that is made of all
-that it depends on. A publication by other releases of the libraries does not fit, and is made anew.
+that it depends on; the others attach that. A publication by other releases of the libraries does
+not fit, and is made anew.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,20 @@ class _Unknown(Exception):
 
 
 def load_once(
-    load: Callable[[dict[str, Any]], Any],
+    load: Callable[..., Any],
     cls: type | str | None,
     source: Source,
     maker: Maker,
     dtype: object,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return what a load makes; if it quantises and is to be kept, made by one process alone.
+    """Return what a load makes; what the library makes of the weights is made by one process alone.
+
+    That is what it quantises, and what it casts, joins or copies. Weights that it leaves as they
+    are lie in their segments in any case.
 
     Args:
-        load: makes it, of `kwargs`.
+        load: makes it, of `kwargs`; takes `keep_made` as `attempt.load` does.
         cls: the class that was asked for, or its name; None for the source's own.
         source: what is loaded.
         maker: of it.
@@ -62,6 +66,9 @@ def load_once(
         return load(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     configs = [given[name] for name in _CONFIGS if name in given]
+    # diffusers chooses a configuration by a file's keys, in the hub.
+    if source.root.is_file() and "config" not in given:
+        return load(kwargs)
     if not (
         given.keys() <= QUANTISING_KEYWORDS.union(FINDING_KEYWORDS, _CONFIGS)
         and all(isinstance(each, str | Path) and os.path.exists(each) for each in configs)
@@ -72,12 +79,17 @@ def load_once(
         # Components that are left out are there as None.
         "components": [source.components, source.shards, source.unread, sorted(kwargs)],
         "configs": [stamps_of(Path(each)) for each in configs],
+        "folders": {name: stamps_of(each) for name, each in source.folders.items()},
         "dtype": dtype,
         "given": given,
     }
-    name = name_of("quantised", source.root, facts)
+    is_quantised = any(map(given.get, QUANTISING_KEYWORDS))
+    name = name_of("quantised" if is_quantised else "converted", source.root, facts)
     if name is None:
         return load(kwargs)
+    if not is_quantised:
+        found = _find(name, is_wanted=_is_of_libraries)
+        return load(kwargs, keep_made=lambda made: _keep(name, made)) if found is None else found
     # The library adds to a configuration: the next call with it would seem to ask for another.
     own = {
         key: copy.deepcopy(value) if key in QUANTISING_KEYWORDS else value
@@ -95,40 +107,87 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
             them, is not published.
     """
     # It does not matter much if another process is too slow, and two make it.
-    with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
-        # An earlier one may be of the releases that are installed here.
-        for number in reversed(Publication(name).versions()):
-            from shmload._building.published import load_published
-
-            with contextlib.suppress(SegmentNotFound):
-                try:
-                    return load_published(Publication(name, number).source)
-                except PublicationBroken as exc:
-                    logger.info("%s is made again: %s", name, exc)
+    with _turn(name) as is_mine:
+        found = _find(name)
+        if found is not None:
+            return found
         made = make()
-        # Not above: it imports torch and the libraries, and `make` imports them while it decodes.
-        from shmload._building.publishing import publish_version
+        return _publish(name, made) if is_mine else made
 
-        if not is_mine or not _is_on_host(made):  # a publication is loaded to the host
-            return made
-        try:
-            published = publish_version(made, Publication(name), is_pinned=False)
-        except (NotPublishable, CapacityError) as exc:
-            logger.warning("each process makes %s: %s", name, exc)
-            return made
-        with contextlib.suppress(SegmentNotFound):  # another load has taken its room already
-            return published.load()  # the one copy; what was made goes
+
+def _keep(name: str, made: Any) -> Any:
+    """Publish what a load has made, unless another process has; return the published one."""
+    if not _is_of_libraries(made):
         return made
+    with _turn(name) as is_mine:
+        found = _find(name)
+        if found is not None:
+            return found
+        return _publish(name, made) if is_mine else made
 
 
-def _is_on_host(made: Any) -> bool:
+def _turn(name: str) -> contextlib.AbstractContextManager[bool]:
+    return wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s)
+
+
+def _find(name: str, is_wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+    """Return what has been published under a name; None if there is nothing that fits here."""
+    # An earlier one may be of the releases that are installed here.
+    for number in reversed(Publication(name).versions()):
+        from shmload._building.published import load_published
+
+        with contextlib.suppress(SegmentNotFound):
+            try:
+                found = load_published(Publication(name, number).source)
+            except PublicationBroken as exc:
+                logger.info("%s is made again: %s", name, exc)
+            else:
+                return found if is_wanted(found) else None
+    return None
+
+
+def _publish(name: str, made: Any) -> Any:
+    """Publish what was made; return the published one, or what was made if that cannot be."""
+    # Not at the top: it imports torch and the libraries, and they are imported while others decode.
+    from shmload._building.publishing import publish_version
+
+    if not _is_on_host(made):  # a publication is loaded to the host
+        return made
+    try:
+        published = publish_version(made, Publication(name), is_by_user=False)
+    except (NotPublishable, CapacityError) as exc:
+        logger.warning("each process makes %s: %s", name, exc)
+        return made
+    with contextlib.suppress(SegmentNotFound):  # another load has taken its room already
+        return published.load()  # the one copy; what was made goes
+    return made
+
+
+def _is_of_libraries(made: Any) -> bool:
+    """Tell whether the libraries' own code has made something, and none that replaces it."""
+    from shmload._building.conditions import code_of_program
+    from shmload._building.mapped import modules_of
+
+    kinds = {type(made), *(type(each) for each in vars(made).values())}
+    for model in _models_of(made):
+        kinds |= {type(each) for each in modules_of(model)}
+    name = code_of_program(kinds)
+    if name is not None:
+        logger.info("%s is the program's own: what it makes is not shared", name)
+    return name is None
+
+
+def _models_of(made: Any) -> Iterator[Any]:
     import torch
 
     parts = [made] if isinstance(made, torch.nn.Module) else vars(made).values()
-    models = (part for part in parts if isinstance(part, torch.nn.Module))
+    return (part for part in parts if isinstance(part, torch.nn.Module))
+
+
+def _is_on_host(made: Any) -> bool:
     return all(
         tensor.device.type == "cpu"
-        for model in models
+        for model in _models_of(made)
         for tensor in itertools.chain(model.parameters(), model.buffers())
     )
 
@@ -145,7 +204,7 @@ def name_of(kind: str, root: Path, facts: Mapping[str, object]) -> str | None:
         **facts,
         "source": os.path.realpath(root),
         "files": stamps_of(root),
-        "default": _default_dtype(),
+        "defaults": _defaults(),
     }
     try:
         text = json.dumps(known, default=_plain, sort_keys=True)
@@ -161,10 +220,12 @@ def stamps_of(path: Path) -> Sequence[object]:
     return sorted(files.items())
 
 
-def _default_dtype() -> str:
-    """Return torch's default dtype; that of a new process if torch is not imported yet."""
-    ask = getattr(sys.modules.get("torch"), "get_default_dtype", None)
-    return repr(ask()) if ask else "torch.float32"
+def _defaults() -> list[str]:
+    """Return torch's default dtype and device; those of a new process if it is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_device"):  # another thread imports it
+        return ["torch.float32", "cpu"]
+    return [str(torch.get_default_dtype()), str(torch.get_default_device())]
 
 
 def _digest(text: str) -> str:

@@ -10,10 +10,13 @@ import torch
 import transformers
 from devices import LateDevice
 from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures for all here
+from pipelines import build as build_pipeline
 from safetensors.torch import save_file
 from traces import Messages
+from transformers import CLIPTextModelWithProjection
 from warming import TENSORS
 
+from benchmarks import single_files
 from shmload._building import build, examining, placing
 from shmload._building.build import Build
 from shmload._building.skeletons import skeleton_memo
@@ -60,6 +63,37 @@ def shards(tmp_path):
         paths.append(tmp_path / f"{number}.safetensors")
         save_file({"weight": torch.full((1 << 19,), float(number))}, paths[-1])
     return paths
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory):
+    """A function that saves a family's pipeline; returns its directory, and it as one file."""
+    made = {}
+
+    def write(family, suffix=".safetensors"):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = pipe, folder = _widened(build_pipeline(family)), folder
+            pipe.save_pretrained(folder / "config")
+        pipe, folder = made[family]
+        path = folder / f"model{suffix}"
+        if not path.exists():
+            single_files.write(pipe, path)
+        return str(folder / "config"), path
+
+    return write
+
+
+def _widened(pipe):
+    """Give SDXL encoders of two widths, by which diffusers tells them apart."""
+    second = getattr(pipe, "text_encoder_2", None)
+    if second is not None:
+        config = second.config
+        config.hidden_size, config.projection_dim = 48, 48
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            pipe.register_modules(text_encoder_2=CLIPTextModelWithProjection(config).eval())
+    return pipe
 
 
 # Commands -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pipelines import FAMILIES
 
 import shmload
 from shmload._building import mapped
-from shmload._building.mapped import say_what_is_private
+from shmload._building.mapped import private_weights
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.wanted import Wanted
 from shmload._wording import format_nbytes
@@ -72,7 +72,8 @@ def test_models_that_were_passed_in_are_not_counted(saved, said):
     assert said() == []
 
 
-def test_reasons(saved, said):
+def test_reasons(saved, monkeypatch):
+    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
     found = resolve(Wanted(source="given"), saved("stable-diffusion"))
     unet = tuple(each for each in found.checkpoints if each.component == "unet")
     source = msgspec.structs.replace(found, checkpoints=unet, unread=("vae",))
@@ -82,8 +83,9 @@ def test_reasons(saved, said):
     buffer.register_buffer("computed", torch.zeros(100), persistent=False)
     tensors = [each.weight for each in models.values()] + [buffer.computed]
     sizes = {each.untyped_storage().data_ptr(): each.nbytes for each in tensors}
-    say_what_is_private(sizes, {**models, "buffer": buffer, "other": 1}, source, {"passed": 1})
-    assert said()[0][1].partition("this process: ")[2].split(", ") == [
+    parts = {**models, "buffer": buffer, "other": 1}
+    found = private_weights(sizes, parts, source, {"passed": 1})
+    assert found.said.partition("this process: ")[2].split(", ") == [
         *("unet 256 B (cast", "joined or copied by the library)"),
         "vae 256 B (its files are left to the library)",
         "prior 256 B (from another source)",

@@ -8,9 +8,8 @@ import pytest
 import torch
 from comparing import assert_component_equal, assert_equal
 from diffusers.loaders import single_file, single_file_model
-from pipelines import build
 from safetensors.torch import save_file
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextModel
 
 import shmload
 from benchmarks import single_files
@@ -24,37 +23,6 @@ from shmload._wording import format_nbytes
 pytestmark = pytest.mark.libraries
 
 DTYPES = [None, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A function that saves a family's pipeline; returns its directory, and it as one file."""
-    made = {}
-
-    def write(family, suffix=".safetensors"):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = pipe, folder = _widened(build(family)), folder
-            pipe.save_pretrained(folder / "config")
-        pipe, folder = made[family]
-        path = folder / f"model{suffix}"
-        if not path.exists():
-            single_files.write(pipe, path)
-        return str(folder / "config"), path
-
-    return write
-
-
-def _widened(pipe):
-    """Give SDXL encoders of two widths, by which diffusers tells them apart."""
-    second = getattr(pipe, "text_encoder_2", None)
-    if second is not None:
-        config = second.config
-        config.hidden_size, config.projection_dim = 48, 48
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            pipe.register_modules(text_encoder_2=CLIPTextModelWithProjection(config).eval())
-    return pipe
 
 
 def library_alone(cls, path, config, dtype, **kwargs):
@@ -77,8 +45,8 @@ def models_of(pipe):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
-    config, path = written("stable-diffusion")
+def test_stable_diffusion_is_shared_whole(one_file, dtype, evicts):
+    config, path = one_file("stable-diffusion")
     got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
     wanted = library_alone(diffusers.StableDiffusionPipeline, path, config, dtype)
     assert_equal(got, wanted)
@@ -90,11 +58,14 @@ def test_stable_diffusion_is_shared_whole(written, dtype, evicts):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, monkeypatch, evicts):
+def test_sdxl_copies_only_what_diffusers_joins(
+    one_file, suffix, dtype, caplog, monkeypatch, evicts
+):
     monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
-    config, path = written("sdxl", suffix)
+    config, path = one_file("sdxl", suffix)
+    shmload.warm(path, dtype=dtype)
     with caplog.at_level("INFO", "shmload"):
-        got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
+        got = shmload.load_pipeline(path, config=config, dtype=dtype)
     wanted = library_alone(diffusers.StableDiffusionXLPipeline, path, config, dtype)
     assert_equal(got, wanted)
     # In the file its second encoder has one tensor for three projections, and one transposed.
@@ -106,16 +77,16 @@ def test_sdxl_copies_only_what_diffusers_joins(written, suffix, dtype, caplog, m
     assert "text_encoder_2 " in caplog.text.partition(said)[2]
 
 
-def test_warm_makes_the_segment_that_is_attached(written, evicts):
-    config, path = written("stable-diffusion")
+def test_warm_makes_the_segment_that_is_attached(one_file, evicts):
+    config, path = one_file("stable-diffusion")
     report = shmload.warm(path, dtype="bfloat16")
     pipe = shmload.load_pipeline(path, config=config, dtype="bfloat16", keep=True)
     assert [segment.name for segment in shmload.segments()] == list(report.segments)
     assert private_nbytes(models_of(pipe)) == 0
 
 
-def test_file_is_known_by_its_content(written, tmp_path, evicts):
-    config, path = written("stable-diffusion")
+def test_file_is_known_by_its_content(one_file, tmp_path, evicts):
+    config, path = one_file("stable-diffusion")
     other = tmp_path / "model.sft"
     other.symlink_to(path)
     got = shmload.load_pipeline(other, config=config, dtype=torch.bfloat16, keep=True)
@@ -128,8 +99,8 @@ def test_file_is_known_by_its_content(written, tmp_path, evicts):
         shmload.load_pipeline(text, config=config)
 
 
-def test_components_may_be_passed(written, evicts):
-    config, path = written("stable-diffusion")
+def test_components_may_be_passed(one_file, evicts):
+    config, path = one_file("stable-diffusion")
     unet = shmload.load_model("UNet2DConditionModel", path, config=config, subfolder="unet")
     got = shmload.load_pipeline(
         path,
@@ -153,9 +124,9 @@ MODELS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("subfolder", MODELS)
-def test_model_of_a_whole_pipeline(written, subfolder, dtype, evicts):
+def test_model_of_a_whole_pipeline(one_file, subfolder, dtype, evicts):
     family, name = MODELS[subfolder]
-    config, path = written(family)
+    config, path = one_file(family)
     got = shmload.load_model(name, path, config=config, subfolder=subfolder, dtype=dtype)
     cls = getattr(diffusers, name)
     wanted = library_alone(cls, path, config, dtype, subfolder=subfolder)
@@ -192,14 +163,14 @@ def test_transformer_with_its_authors_names(saved, tmp_path, dtype, evicts):
     assert_component_equal(got, wanted, "transformer")
 
 
-def test_auto_is_the_dtype_of_the_file(written, evicts):
-    config, path = written("stable-diffusion")
+def test_auto_is_the_dtype_of_the_file(one_file, evicts):
+    config, path = one_file("stable-diffusion")
     given = {"config": config, "subfolder": "vae", "dtype": "auto"}
     assert shmload.load_model("AutoencoderKL", path, **given).dtype is torch.float32
 
 
-def test_weights_that_are_computed_with_are_not_cast_before(written, monkeypatch, caplog, evicts):
-    config, path = written("stable-diffusion")
+def test_weights_that_are_computed_with_are_not_cast_before(one_file, monkeypatch, caplog, evicts):
+    config, path = one_file("stable-diffusion")
     entry = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["AutoencoderKL"]
     convert = entry["checkpoint_mapping_fn"]
 
@@ -214,8 +185,8 @@ def test_weights_that_are_computed_with_are_not_cast_before(written, monkeypatch
     assert "diffusers computes with these weights (div)" in caplog.text
 
 
-def test_file_that_torch_unpickles_is_shared(written, tmp_path, evicts):
-    config, path = written("stable-diffusion", ".ckpt")
+def test_file_that_torch_unpickles_is_shared(one_file, tmp_path, evicts):
+    config, path = one_file("stable-diffusion", ".ckpt")
     tensors = torch.load(path)["state_dict"]
     own = tmp_path / "older.ckpt"
     torch.save({"state_dict": tensors}, own, _use_new_zipfile_serialization=False)
@@ -241,16 +212,16 @@ def test_file_that_torch_unpickles_is_shared(written, tmp_path, evicts):
         ({"pipeline_class": "StableDiffusionPipeline", "confg": "x"}, "did you mean 'config'"),
     ],
 )
-def test_wrong_arguments_of_a_pipeline(written, given, message, evicts):
-    _, path = written("stable-diffusion")
+def test_wrong_arguments_of_a_pipeline(one_file, given, message, evicts):
+    _, path = one_file("stable-diffusion")
     with pytest.raises(shmload.ArgumentError, match=re.escape(message)):
         shmload.load_pipeline(path, **given)
     assert shmload.segments() == []
 
 
 @pytest.mark.parametrize("cls", [CLIPTextModel, "CLIPTextModel"])
-def test_class_without_the_method(written, cls):
-    _, path = written("stable-diffusion")
+def test_class_without_the_method(one_file, cls):
+    _, path = one_file("stable-diffusion")
     with pytest.raises(
         shmload.ArgumentError, match="cls is 'CLIPTextModel', which loads no single"
     ):
@@ -258,8 +229,8 @@ def test_class_without_the_method(written, cls):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
-def test_file_without_its_end(written, suffix, tmp_path, evicts):
-    config, path = written("stable-diffusion", suffix)
+def test_file_without_its_end(one_file, suffix, tmp_path, evicts):
+    config, path = one_file("stable-diffusion", suffix)
     damaged = tmp_path / f"model{suffix}"
     damaged.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(shmload.ShardTruncated, match=f"{damaged} is truncated"):
@@ -267,8 +238,8 @@ def test_file_without_its_end(written, suffix, tmp_path, evicts):
     assert shmload.segments() == []
 
 
-def test_error_of_the_library_names_the_file(written, tmp_path, evicts):
-    config, _ = written("stable-diffusion")
+def test_error_of_the_library_names_the_file(one_file, tmp_path, evicts):
+    config, _ = one_file("stable-diffusion")
     path = tmp_path / "other.safetensors"
     save_file({"some.weight": torch.zeros(4)}, path)
     with pytest.raises(Exception, match="appear to be missing") as caught:

@@ -10,6 +10,7 @@ import torch
 from comparing import assert_modules_equal
 from diffusers import AutoencoderKL
 from halving import Halves, HalvingConfig, HalvingQuantizer
+from huggingface_hub import constants
 from mappings import copied_nbytes
 
 import shmload
@@ -180,6 +181,28 @@ def test_changed_configuration_of_a_file_is_another_result(copied):
 
 
 # What can be in the way ---------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`")  # diffusers' own
+def test_file_whose_configuration_the_library_finds_is_quantised_by_each(
+    saved, hub_cache, monkeypatch
+):
+    """It may find another one the next time."""
+    source = saved("stable-diffusion")
+    hub_cache.add("stable-diffusion-v1-5/stable-diffusion-v1-5", source)
+    # diffusers does not pass on `cache_dir`.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub_cache.root))
+    before = HalvingQuantizer.runs
+    for _ in range(2):
+        shmload.load_model(
+            AutoencoderKL,
+            source / "vae" / "diffusion_pytorch_model.safetensors",
+            quantization_config=HalvingConfig(),
+            local_files_only=True,
+            keep=True,
+        )
+    assert HalvingQuantizer.runs == before + 2
+    assert published() == []
 
 
 def test_two_releases_of_the_libraries_have_a_result_each(load, monkeypatch):
