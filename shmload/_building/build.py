@@ -51,7 +51,8 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source, has_none_else, weight_files
 from shmload._devices.destination import BytesNeeded
 from shmload._host.changes import Change
-from shmload._host.procfs import is_modified, mappings
+from shmload._host.pagemap import is_modified
+from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._settings import settings

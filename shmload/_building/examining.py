@@ -30,7 +30,8 @@ from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._compat import lazy_names
-from shmload._host.procfs import is_modified, mappings
+from shmload._host.pagemap import is_modified
+from shmload._host.procfs import mappings
 from shmload._host.shm import SHM_DIR, write_at
 from shmload._loading.holdings import Holdings
 from shmload._segments.names import name_prefix

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,10 +17,13 @@ from shmload._building.device_bytes import Digest, digests_of
 from shmload._building.mapped import Spans, map_ranges
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import Mapping, has_own_pages, is_modified
+from shmload._host.pagemap import has_own_pages, is_modified
 from shmload._segments.lease import Lease
 from shmload._segments.names import segment_names
 from shmload._segments.segment import Segment, attach, peek
+
+if TYPE_CHECKING:
+    from shmload._host.procfs import Mapping
 
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a weight on a device: itself, which keeps the id, and what it is on the host."""

@@ -13,6 +13,7 @@ from shmload._checkpoints.source import Source
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
 from shmload._host.memory import map_at
+from shmload._host.pagemap import is_touched
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment
 from shmload._wording import format_nbytes, logger_of
@@ -63,7 +64,7 @@ class Spans:
             return False
         begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
         end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
-        return end <= begin or not procfs.is_touched(begin, end)
+        return end <= begin or not is_touched(begin, end)
 
 
 def hold_leases(

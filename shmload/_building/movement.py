@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shmload._building.mapped import Spans, map_ranges
 from shmload._host.descriptors import Inode, inode_of
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import is_modified, mappings
+from shmload._host.pagemap import is_modified
+from shmload._host.procfs import mappings
 
 # Operations that give or take elements unchanged. Those that return a view need no entry.
 _MOVES = frozenset(

@@ -20,7 +20,7 @@ from shmload._checkpoints.header import Header, TensorSpec
 from shmload._checkpoints.rule import RAW
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import has_own_pages
+from shmload._host.pagemap import has_own_pages
 from shmload._host.shm import write_at
 from shmload._loading.room import made_room, own_budget
 from shmload._segments.layout import lay_out

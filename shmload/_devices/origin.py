@@ -15,7 +15,8 @@ from shmload._devices.pinned import Budget, Pages, own_budget
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import Mapping, has_own_pages, mappings
+from shmload._host.pagemap import has_own_pages
+from shmload._host.procfs import Mapping, mappings
 from shmload._host.shm import reopen
 from shmload._runtimes.runtime import Runtime
 from shmload._wording import logger_of

@@ -7,10 +7,9 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shmload._host.descriptors import Inode
-from shmload._host.memory import PAGE_NBYTES
 from shmload.errors import ShmloadError
 
 # Network and user-space file systems: each page fault is a round trip, so mappings are slow.
@@ -359,56 +358,3 @@ def _parse_maps(content: bytes, parts: Collection[bytes]) -> list[Mapping]:
             Mapping(int(start, 16), int(end, 16), int(offset, 16), inode, mode.decode(), name)
         )
     return found
-
-
-def is_touched(start: int, end: int) -> bool:
-    """Tell whether this process may have touched a page that lies wholly in a range.
-
-    A page that was never read or written has neither bit 63 ("present") nor bit 62 ("swapped") in
-    proc_pid_pagemap(5).
-
-    Args:
-        start: first address, in bytes.
-        end: address after the last byte.
-    """
-    first, last = -(-start // PAGE_NBYTES), end // PAGE_NBYTES
-    if last <= first:
-        return False
-    entries = _page_entries(first, last)
-    return entries is None or bool((entries >> 62).any())
-
-
-def has_own_pages(start: int, end: int) -> bool:
-    """Tell whether this process may have pages of its own in a private mapping of a file.
-
-    They are those that it wrote to: bit 63 or bit 62 is set for them, and bit 61 ("page is of a
-    file") is not. It takes 3 to 7 ms for 1 GiB that was never read here (2 cores). If a sandbox
-    hides it, it may have some.
-
-    Args:
-        start: first address, in bytes, on a page.
-        end: address after the last byte, on a page.
-    """
-    entries = _page_entries(start // PAGE_NBYTES, end // PAGE_NBYTES)
-    if entries is None:
-        return True
-    kinds = entries >> 61
-    return bool(((kinds != 0) & (kinds & 1 == 0)).any())
-
-
-def is_modified(mapping: Mapping) -> bool:
-    """Tell whether this process may have written to a private mapping of a file."""
-    return has_own_pages(mapping.start, mapping.end)
-
-
-def _page_entries(first: int, last: int) -> Any:
-    """Return the lines of pagemap for some pages, as uint64; None if a sandbox hides them."""
-    import numpy as np  # imported here: the parent needs numpy nowhere else
-
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek(first * 8)
-            content = pagemap.read((last - first) * 8)
-    except OSError:
-        return None
-    return np.frombuffer(content, np.uint64) if len(content) == (last - first) * 8 else None

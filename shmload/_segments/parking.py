@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.memory import map_at, reserve_at
-from shmload._host.procfs import Mapping, is_modified, mappings
+from shmload._host.pagemap import is_modified
+from shmload._host.procfs import Mapping, mappings
 from shmload._host.shm import SHM_DIR, reopen
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import READ_ONLY, Segment, attach

@@ -15,7 +15,7 @@ from privileges import no_privileges
 from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.files import is_cached, open_source, read_ahead
 from shmload._host.memory import PAGE_NBYTES, populate, protect
-from shmload._host.procfs import is_touched
+from shmload._host.pagemap import is_touched
 from shmload._host.shm import SHM_DIR, is_named, shm_free_nbytes, shm_open, shm_rename, shm_unlink
 from shmload._ipc.procs import has_pidfds
 from shmload.errors import SegmentUntrusted, ShardMissing, ShardUnreadable

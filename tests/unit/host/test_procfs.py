@@ -12,10 +12,8 @@ from shmload._host.procfs import (
     boot_id,
     cgroup_free_nbytes,
     file_system,
-    has_own_pages,
     huge_page_policy,
     is_remote,
-    is_touched,
     machine_free_nbytes,
     mapped_library,
     mappers,
@@ -244,45 +242,6 @@ def test_shared_mappings_for_reading_are_found_by_process(fd, name):
         assert found == {os.getpid(): [(inode, 2 * PAGE_NBYTES, 3 * PAGE_NBYTES)]}
         assert shared_ranges("no-such-prefix-") == {}
     assert shared_ranges(name) == {}
-
-
-@pytest.mark.parametrize("page", [0, 100, 255])
-def test_page_that_was_written_to_is_this_processs_own(fd, page):
-    os.ftruncate(fd, 256 * PAGE_NBYTES)
-    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
-        (mapping,) = mappings({inode_of(os.fstat(fd))})
-        assert not has_own_pages(mapping.start, mapping.end)
-        assert sum(mapped[::PAGE_NBYTES]) == 256
-        assert not has_own_pages(mapping.start, mapping.end)  # reading makes none
-        mapped[page * PAGE_NBYTES] = 2
-        assert has_own_pages(mapping.start, mapping.end)
-        at = mapping.start + page * PAGE_NBYTES
-        assert has_own_pages(at, at + PAGE_NBYTES)
-        other = mapping.start + (page + 1) % 256 * PAGE_NBYTES
-        assert not has_own_pages(other, other + PAGE_NBYTES)
-
-
-@pytest.mark.parametrize("place", [0, 100, 255])
-@pytest.mark.parametrize("access", ["read", "write"])
-def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
-    os.ftruncate(fd, 256 * PAGE_NBYTES)
-    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
-        mapped.madvise(mmap.MADV_RANDOM)
-        (mapping,) = mappings({inode_of(os.fstat(fd))})
-        assert not is_touched(mapping.start, mapping.end)
-        if access == "read":
-            assert mapped[place * PAGE_NBYTES] == 1
-        else:
-            mapped[place * PAGE_NBYTES] = 2
-        assert is_touched(mapping.start, mapping.end)
-        page = mapping.start + place * PAGE_NBYTES
-        assert is_touched(page, page + PAGE_NBYTES)
-        # Only pages that lie completely in the range count.
-        assert not is_touched(page + 1, page + PAGE_NBYTES)
-        assert not is_touched(page, page + PAGE_NBYTES - 1)
-        assert not is_touched(page, page)
 
 
 def test_boot_id_stays_while_the_kernel_runs(tmp_path):
