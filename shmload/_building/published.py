@@ -75,11 +75,12 @@ class Opened:
         ]
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._sizes = [place.nbytes for place in record.regions]
+        self._inodes = [segment.inode for segment in segments]
 
     @functools.cached_property
     def spans(self) -> Spans:
         """Where its segments are mapped in this process."""
-        return Spans({segment.inode for segment in self.segments})
+        return Spans(set(self._inodes))
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """Return the memory of a region; tensors of one region share it."""
@@ -100,7 +101,7 @@ class Opened:
         if region < 0:
             return None
         segment, begin = self._regions[region]
-        return Home(self.segments[segment].inode, begin + offset, like.dtype, like.shape)
+        return Home(self._inodes[segment], begin + offset, like.dtype, like.shape)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the structure.

@@ -3,6 +3,7 @@
 Two lists whose lines look alike are of models that can have each other's weights.
 """
 
+import functools
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -49,19 +50,32 @@ def lines_of(thing: Any) -> Iterator[Line]:
 
 
 def _lines_of_tensor(path: str, tensor: torch.Tensor) -> Iterator[Line]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    made = f"{flatten()[1]} " if flatten else ""
-    marks = "".join(
-        # What cannot be compared is never the same.
-        f"{name}={value if isinstance(value, _Simple) else secrets.token_hex(8)} "
-        for name, value in vars(tensor).items()
-        if type(tensor) not in _PLAIN or name[0] != "_"
-    )
     kind = "" if type(tensor) is torch.nn.Parameter else f"{_name_of(tensor)} "
+    marks = ""
+    if type(tensor) not in _PLAIN or any(name[0] != "_" for name in vars(tensor)):
+        marks = "".join(
+            # What cannot be compared is never the same.
+            f"{name}={value if isinstance(value, _Simple) else secrets.token_hex(8)} "
+            for name, value in vars(tensor).items()
+            if type(tensor) not in _PLAIN or name[0] != "_"
+        )
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield Line(path, f"{kind}{marks}{_look_of_bytes(tensor)}", tensor)
+        return
     for number, part in enumerate(plain_tensors(tensor)):
-        strides = "" if part.is_contiguous() else f" {part.stride()}"
-        look = f"{kind}{made}{marks}{part.dtype} {tuple(part.shape)}{strides}"
-        yield Line(f"{path}.{number}" if flatten else path, look, part)
+        look = f"{kind}{flatten()[1]} {marks}{_look_of_bytes(part)}"
+        yield Line(f"{path}.{number}", look, part)
+
+
+def _look_of_bytes(tensor: torch.Tensor) -> str:
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return _written(tensor.dtype, tensor.shape, strides)
+
+
+@functools.cache  # few differ in one model
+def _written(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...] | None) -> str:
+    return f"{dtype} {tuple(shape)}{'' if strides is None else f' {strides}'}"
 
 
 def _name_of(thing: object) -> str:
