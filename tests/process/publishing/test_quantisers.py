@@ -27,9 +27,15 @@ _FLUX = diffusers.FluxTransformer2DModel, "transformer"
 _T5 = transformers.T5EncoderModel, "text_encoder_2"
 
 
-def _torchao(library, name):
+def _torchao(library, name, **given):
     quantization = pytest.importorskip("torchao.quantization")
-    return library.TorchAoConfig(getattr(quantization, name)(version=2))
+    return library.TorchAoConfig(getattr(quantization, name)(version=2, **given))
+
+
+def _int4(library):
+    granularity = pytest.importorskip("torchao.quantization.granularity")
+    given = {"weight_dtype": torch.int4, "granularity": granularity.PerGroup(16)}
+    return _torchao(library, "IntxWeightOnlyConfig", **given)
 
 
 def _quanto(library, dtype):
@@ -49,6 +55,7 @@ _KINDS = {
     "torchao-int8": lambda library: _torchao(library, "Int8WeightOnlyConfig"),
     "torchao-float8": lambda library: _torchao(library, "Float8WeightOnlyConfig"),
     "torchao-dynamic": lambda library: _torchao(library, "Int8DynamicActivationInt8WeightConfig"),
+    "torchao-int4": _int4,
     "quanto-int8": lambda library: _quanto(library, "int8"),
     "quanto-float8": lambda library: _quanto(library, "float8"),
     "quanto-int4": lambda library: _quanto(library, "int4"),
