@@ -2,12 +2,14 @@
 
 sd15-fp32, sd15-bf16            Stable Diffusion 1.5's classes and sizes
 sd15-fp32-bin, sd15-bf16-bin    the same in PyTorch's files
-sd15-loras                      two LoRAs for its UNet, `a` and `b`, which touch 5 % of the pipeline
+sd15-loras, sdxl-loras          two LoRAs for their UNets, `a` and `b`; the first touch 5 % of the
+                                pipeline
 small-fp32                      the same classes, tiny
 tiny-pipelines                  a directory of pipelines of eight kinds, tiny
 tiny-models                     a directory of three pipelines of one kind, tiny: `a`, `b` and `c`
-sdxl-fp16-file                  Stable Diffusion XL with fewer blocks, as one file: 1.5 of 3.5
-                                billion parameters, which fit beside their copies in 24 GiB
+sdxl-bf16, sdxl-fp16-file       Stable Diffusion XL with fewer blocks, as a directory or one file:
+                                1.5 of 3.5 billion parameters, which fit beside their copies in
+                                24 GiB
 tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
 flux-8-fp32, flux-8-bf16        Flux's transformer with 8 double and 12 single blocks, or others
 flux-small, flux-keys           the same class, tiny: with a block of each kind, and with 2,000
@@ -80,7 +82,9 @@ def make(name: str, directory: str, work: str) -> None:
         "sd15-fp32-bin": lambda: _make_bin(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-bf16-bin": lambda: _make_bin(folder, Path(work, f"sd15-bf16{ending}")),
         "sd15-loras": lambda: _make_loras(folder, Path(work, f"sd15-bf16{ending}")),
-        "sdxl-fp16-file": lambda: _save_file(_sdxl(is_quick=is_quick), folder),
+        "sdxl-bf16": lambda: _sdxl("bfloat16", is_quick=is_quick).save_pretrained(folder),
+        "sdxl-loras": lambda: _make_loras(folder, Path(work, f"sdxl-bf16{ending}")),
+        "sdxl-fp16-file": lambda: _save_file(_sdxl("float16", is_quick=is_quick), folder),
         "tensors-90000": lambda: _make_tensors(folder),
         "flux-small": lambda: make_flux(folder, FLUX_SMALL, "bfloat16"),
         "flux-keys": lambda: make_flux(
@@ -223,15 +227,17 @@ def _tiny(family: str, seed: int = 0) -> Any:
     return pipelines.build(family, seed)
 
 
-def _sdxl(*, is_quick: bool) -> Any:
-    """Return a pipeline in float16."""
+def _sdxl(name: str, *, is_quick: bool) -> Any:
+    """Return a pipeline in a dtype, given by its name."""
     import diffusers
     import torch
 
     from benchmarks.published import PIPELINES
 
+    dtype = getattr(torch, name)
+
     if is_quick:
-        return _tiny("sdxl").to(torch.float16)
+        return _tiny("sdxl").to(dtype)
     fewer: dict[str, dict[str, Any]] = {
         "text_encoder_2": {"num_hidden_layers": 16},  # of 32
         "unet": {"transformer_layers_per_block": (1, 2, 3)},  # (1, 2, 10)
@@ -240,8 +246,8 @@ def _sdxl(*, is_quick: bool) -> Any:
         tokenizer = _tokenizer(Path(folder))
     return diffusers.StableDiffusionXLPipeline(
         **{
-            name: _filled(model.make(**fewer.get(name, {})).to(torch.float16))
-            for name, model in PIPELINES["sdxl"].items()
+            part: _filled(model.make(**fewer.get(part, {})).to(dtype))
+            for part, model in PIPELINES["sdxl"].items()
         },
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,

@@ -5,6 +5,7 @@ Each is measured beside diffusers in one process, which loads, fuses, quantises 
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import threading
@@ -29,6 +30,7 @@ pipe = StableDiffusionPipeline.from_pretrained({source!r}, torch_dtype=torch.bfl
 pipe.load_lora_weights({folder!r}, weight_name={name!r})
 pipe.fuse_lora()
 """
+_SIZES = "sd15", "sdxl"
 _LOOK_S = 0.002
 _RANDOM_TIMEOUT_S = 1800
 _SKELETONS = {"SHMLOAD_SKELETONS": "1"}
@@ -57,9 +59,9 @@ def measure_quantised(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_publish(bench: Bench) -> list[Figure]:
+def measure_publish(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
     """Publish after `fuse_lora`: what is written for what has changed."""
-    source, lora = bench.source("sd15-bf16"), _lora(bench, "a")
+    source, lora = bench.source(f"{size}-bf16"), _lora(bench, "a", size)
     name = _publication(source)
     with _all_removed(bench, source):
         rounds = bench.measure(
@@ -69,8 +71,8 @@ def measure_publish(bench: Bench) -> list[Figure]:
     changed = rounds.sample("shmload", "changed_nbytes")
     return [
         Figure(
-            name="publish",
-            what="publish after fuse_lora: bytes written, of the bytes that changed",
+            name=f"publish{_mark(size)}",
+            what=f"{_said(size)}publish after fuse_lora: bytes written, of the bytes that changed",
             sample=written / changed,
             at_most=1.02,
             beside={
@@ -82,13 +84,13 @@ def measure_publish(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_attach(bench: Bench) -> list[Figure]:
+def measure_attach(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
     """Attach a published pipeline in another process, beside an attach of its base."""
-    source, small = bench.source("sd15-fp32"), bench.source("small-fp32")
+    source, small = bench.source(f"{size}-bf16"), bench.source("small-fp32")
     names = [_publication(each) for each in (small, source)]
     with _all_removed(bench, source, small):
         bench.ask(switching.publish, small, "", names[0])
-        bench.ask(switching.publish, source, _lora(bench, "a"), names[1])
+        bench.ask(switching.publish, source, _lora(bench, "a", size), names[1])
         ways = {
             "published": bench.probe(
                 switching.attach, *(f"shm:{name}" for name in names), **_SKELETONS
@@ -101,14 +103,20 @@ def measure_attach(bench: Bench) -> list[Figure]:
     calls = rounds.samples("call_s")
     return [
         Figure(
-            name="attach-published",
-            what="attach a published pipeline: time, of an attach of its base with a skeleton",
+            name=f"attach-published{_mark(size)}",
+            what=f"{_said(size)}attach a published pipeline: time, of its base with a skeleton",
             sample=calls["published"] / calls["base"],
             at_most=1.3,
             beside=calls,
         ),
-        _copied("attach-copied", rounds, "published"),
-        _private("attach-memory", "the same: private memory as a share", rounds, 2, "published"),
+        _copied(f"attach-copied{_mark(size)}", rounds, "published"),
+        _private(
+            f"attach-memory{_mark(size)}",
+            "the same: private memory as a share",
+            rounds,
+            2,
+            "published",
+        ),
     ]
 
 
@@ -174,9 +182,9 @@ def measure_mix(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_models(bench: Bench) -> list[Figure]:
+def measure_models(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
     """Three resident models that differ in their UNets."""
-    source = bench.source("sd15-bf16")
+    source = bench.source(f"{size}-bf16")
     names = [f"{_publication(source)}-{letter}" for letter in "bc"]
     with _all_removed(bench, source):
         bench.ask(switching.publish_models, source, *names)
@@ -190,15 +198,15 @@ def measure_models(bench: Bench) -> list[Figure]:
     held, union = (rounds.sample("shmload", name) for name in ("held_nbytes", "union_nbytes"))
     return [
         speed_up(
-            "models",
-            "switch between three resident models: speed-up over loading",
+            f"models{_mark(size)}",
+            f"{_said(size)}switch between three resident models: speed-up over loading",
             took,
             at_least=20,
         ),
-        Figure("models-time", "the same: time", took["shmload"], at_most=0.15),
+        Figure(f"models-time{_mark(size)}", "the same: time", took["shmload"], at_most=0.15),
         Figure(
-            name="models-union",
-            what="three models that share text encoder and VAE: bytes held, of the union",
+            name=f"models-union{_mark(size)}",
+            what=f"{_said(size)}three models that share text encoder and VAE: bytes, of the union",
             sample=held / union,
             at_most=1.01,
             beside={"held": held, "union": union},
@@ -239,27 +247,27 @@ def measure_random(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_update(bench: Bench) -> list[Figure]:
-    """Update a pipeline; a LoRA has changed 5 % of its weights."""
-    source = bench.source("sd15-bf16")
+def measure_update(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
+    """Update a pipeline; a LoRA has changed 5 % of the weights of Stable Diffusion 1.5."""
+    source = bench.source(f"{size}-bf16")
     name = _publication(source)
     with _all_removed(bench, source):
         bench.ask(switching.publish, source, "", name)
-        made = bench.ask(switching.publish, source, _lora(bench, "a"), name)
+        made = bench.ask(switching.publish, source, _lora(bench, "a", size), name)
         run = bench.probe(switching.update, f"shm:{name}@1", f"shm:{name}@2")
         rounds = bench.measure({"shmload": run}, source)
     changed = made["changed_nbytes"]
     copied = rounds.sample("shmload", "private_nbytes")
     return [
         Figure(
-            name="update",
-            what="update of a pipeline, 5 % of the weights changed: time",
+            name=f"update{_mark(size)}",
+            what=f"{_said(size)}update of a pipeline, a LoRA has changed it: time",
             sample=rounds.sample("shmload", "update_s"),
             at_most=0.1,
             beside={"changed, it says": rounds.sample("shmload", "changed_nbytes")},
         ),
         Figure(
-            name="update-written",
+            name=f"update-written{_mark(size)}",
             what="the same: bytes written and copied, of the bytes that changed",
             sample=Sample(
                 tuple((made["written_nbytes"] + each * 1e6) / changed for each in copied.values),
@@ -305,10 +313,17 @@ SUITE = Suite(
         "models": measure_models,
         "random": measure_random,
         "update": measure_update,
+        "publish-sdxl": functools.partial(measure_publish, size="sdxl"),
+        "attach-sdxl": functools.partial(measure_attach, size="sdxl"),
+        "models-sdxl": functools.partial(measure_models, size="sdxl"),
+        "update-sdxl": functools.partial(measure_update, size="sdxl"),
     },
-    sources=("small-fp32", "tiny-models", "sd15-fp32", "sd15-bf16", "sd15-loras"),
-    disk_gb=9,
-    shm_gb=7,
+    sources=(
+        *("small-fp32", "tiny-models", "sd15-fp32", "sd15-bf16", "sd15-loras"),
+        *("sdxl-bf16", "sdxl-loras"),
+    ),
+    disk_gb=12,
+    shm_gb=9,
     memory_gb=18,
 )
 
@@ -333,8 +348,16 @@ def _copied(name: str, rounds: Rounds, ours: str = "shmload") -> Figure:
     return Figure(name, "the same: private copies of weights", copied, at_most=0)
 
 
-def _lora(bench: Bench, name: str) -> Path:
-    return bench.source("sd15-loras") / f"{name}.safetensors"
+def _lora(bench: Bench, name: str, size: str = _SIZES[0]) -> Path:
+    return bench.source(f"{size}-loras") / f"{name}.safetensors"
+
+
+def _mark(size: str) -> str:
+    return "" if size == _SIZES[0] else f"-{size}"
+
+
+def _said(size: str) -> str:
+    return "" if size == _SIZES[0] else f"{size}: "
 
 
 def _publication(source: Path) -> str:
