@@ -200,15 +200,14 @@ def load_pipeline(
         kwargs |= connected
         request = None  # its files are not looked at before one that is ready is taken
 
-    def load_now(kwargs: dict[str, Any], **given: Any) -> Any:
-        return load(found, maker, dtype, options, kwargs, title=wanted.title, **given)
+    def load_now(kwargs: dict[str, Any]) -> Any:
+        return load(found, maker, dtype, options, kwargs, title=wanted.title)
 
     if may_be_kept(options, kwargs):
         from shmload._building.once import load_once
 
-        pipe = load_once(load_now, pipeline_class, found, maker, dtype, kwargs)
-    else:
-        pipe = load_now(kwargs)
+        return load_once(load_now, pipeline_class, found, maker, dtype, kwargs)
+    pipe = load_now(kwargs)
     prepared.note(request, imported)
     return pipe
 

@@ -118,8 +118,8 @@ def load_model(
             maker = ModelMaker(cls, takes_path=not isinstance(source, str))
         found, dtype = maker.find(wanted, kwargs, load_model)
 
-        def load_now(kwargs: dict[str, Any], **given: Any) -> Any:
-            return load(found, maker, dtype, options, kwargs, title=wanted.title, **given)
+        def load_now(kwargs: dict[str, Any]) -> Any:
+            return load(found, maker, dtype, options, kwargs, title=wanted.title)
 
         if not may_be_kept(options, kwargs):
             return load_now(kwargs)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shmload._building.fit import Fit
+from shmload._building.keywords import QUANTISING_KEYWORDS
 from shmload._building.libraries import Said, said_here
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.route import Options, Route, choose_route
@@ -86,8 +87,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """What the libraries have logged, which another build does not repeat."""
     inodes: set[Inode]
     """The inodes of all segments that were mapped for it."""
-    keep_made: Callable[[Any], Any] | None
-    """As for `load`."""
 
     def run(self) -> Any:
         """Load by the first way that is open, and return what was built."""
@@ -196,18 +195,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         if destination:
             place = functools.partial(self._place, destination, load, way.ring)
         self.inodes.update(load.holdings.inodes())
-        build = Build(source, self.maker, rules, load, self.dtype, self.kwargs, place, self.said)
+        # What the library quantises is published as a whole (`once`).
+        is_quantised = any(map(self.kwargs.get, QUANTISING_KEYWORDS))
+        build = Build(
+            *(source, self.maker, rules, load, self.dtype, self.kwargs, place, self.said),
+            shares_made=self.options.keep is True and not (destination or is_quantised),
+        )
         with self.progress.steps.during(Step.BUILDING):
-            made = build.run(verify=self.options.verify, may_be_wrong=way.is_cast)
-        private = build.private
-        if private is None:
-            return made
-        if self.keep_made and private.is_of_source and not build.has_drawn:
-            kept = self.keep_made(made)
-            if kept is not made:
-                return kept
-        private.say()
-        return made
+            return build.run(verify=self.options.verify, may_be_wrong=way.is_cast)
 
     def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
         # Not at the top: it imports torch.
@@ -227,7 +222,6 @@ def load(
     kwargs: dict[str, Any],
     *,
     title: str,
-    keep_made: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Load a pipeline or a model; what `load_pipeline` and `load_model` have in common.
 
@@ -238,8 +232,6 @@ def load(
         options: how to load.
         kwargs: for `from_pretrained`; changed.
         title: what the bar and the log call it.
-        keep_made: gets what was built if the library has made weights, of these files alone, that
-            lie in no segment. It returns what takes its place.
     """
     with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
         # Where only the class knows which components it takes, the others are not decoded. With a
@@ -264,7 +256,6 @@ def load(
             progress=progress,
             said=said_here(),
             inodes=set(),
-            keep_made=keep_made,
         )
         try:
             made = attempt.run()

@@ -28,13 +28,13 @@ from shmload._building.libraries import (
     libraries,
     require_undisturbed,
 )
+from shmload._building.made import share_made
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.mapped import (
-    PrivateWeights,
     Spans,
     hold_leases,
     plain_tensors,
-    private_weights,
+    say_what_is_private,
 )
 from shmload._building.paths import PathRepair
 from shmload._building.pickling import Models
@@ -51,6 +51,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source, has_none_else, weight_files
 from shmload._devices.destination import BytesNeeded
 from shmload._host.changes import Change
+from shmload._host.memory import give_back_freed
 from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
@@ -79,6 +80,7 @@ class Build:
         place: copies what was built to its devices, after or while the bytes are decoded; None to
             leave it on the CPU.
         said: what the libraries have logged in this call, which is not logged again.
+        shares_made: weights that the library makes lie in segments, too, and stay.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Build:
         kwargs: dict[str, Any],
         place: Callable[[Any], None] | None = None,
         said: Said | None = None,
+        *,
+        shares_made: bool = False,
     ) -> None:
         self._source = source
         self._maker = maker
@@ -100,10 +104,7 @@ class Build:
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
         self._said: Said = set() if said is None else said
-        self.private: PrivateWeights | None = None
-        """The weights that lie in no segment, once it is built."""
-        self.has_drawn = False
-        """Whether random numbers were drawn, as weights that the files lack."""
+        self._shares_made = shares_made
         self._is_local = os.path.exists(source.given)
         # A model of the hub names its folder in the cache, as the library's own does.
         is_named = self._is_local or is_url(source.given)
@@ -122,13 +123,11 @@ class Build:
         """
         state = torch.get_rng_state()
         try:
-            made = self._run(verify=verify, may_be_wrong=may_be_wrong)
+            return self._run(verify=verify, may_be_wrong=may_be_wrong)
         except (BytesNeeded, NotToBeCast):
             # The libraries draw missing weights at random: the next build draws the same ones.
             torch.set_rng_state(state)
             raise
-        self.has_drawn = not torch.equal(torch.get_rng_state(), state)
-        return made
 
     def _run(self, *, verify: bool, may_be_wrong: bool) -> Any:
         key = self.skeleton_key()
@@ -287,13 +286,22 @@ class Build:
         if self._place:
             self._place(pipe)  # this copies bytes while others are decoded, and waits for all
         holdings, parts = self._load.holdings, self._maker.parts(pipe)
-        spans = Spans(holdings.inodes())
-        if private := hold_leases(parts.values(), holdings.segments(), spans):
-            self.private = private_weights(private, parts, self._source, self._kwargs)
-        if homes := Homes(holdings.segments(), spans):
-            for part in parts.values():
-                if isinstance(part, torch.nn.Module):
-                    watch(part, homes)
+        segments, inodes = holdings.segments(), holdings.inodes()
+        private = hold_leases(parts.values(), segments, Spans(inodes))
+        with contextlib.ExitStack() as closing:
+            if private and self._shares_made:
+                loaded = {name: part for name, part in parts.items() if name not in self._kwargs}
+                made, shared = share_made(loaded, private, self._source)
+                segments += map(closing.enter_context, made)
+                inodes |= {each.inode for each in made}
+                private = {key: size for key, size in private.items() if key not in shared}
+                give_back_freed()
+            if private:
+                say_what_is_private(private, parts, self._source, self._kwargs)
+            if homes := Homes(segments, Spans(inodes)):
+                for part in parts.values():
+                    if isinstance(part, torch.nn.Module):
+                        watch(part, homes)
 
     @property
     def _reads_at_once(self) -> bool:

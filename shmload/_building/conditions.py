@@ -14,7 +14,7 @@ import os
 import sys
 import types
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import msgspec
@@ -41,14 +41,6 @@ _OF_MESSAGES = (".utils.logging", ".utils.tqdm", ".hub_utils", ".utils.hub")
 # Methods that may be missing: transformers gives torch's modules the first at its first build, and
 # `redirect` puts the second into classes.
 _NOT_NAMED = frozenset({"smart_apply", "from_pretrained"})
-# Modules that load models, beside those of the models' classes.
-_LOADING = (
-    *("diffusers.configuration_utils", "diffusers.loaders", "diffusers.models.model_loading_utils"),
-    *("diffusers.models.modeling_utils", "diffusers.pipelines.pipeline_"),
-    *("transformers.configuration_utils", "transformers.conversion_mapping"),
-    *("transformers.core_model_loading", "transformers.initialization"),
-    "transformers.modeling_utils",
-)
 _MAX_TEXT = 500
 _MAX_ENTRIES = 500
 
@@ -189,49 +181,6 @@ def _unmet(conditions: Conditions) -> Iterator[tuple[str, str, str]]:
                 # Some modules of the libraries fetch a name when it is first used.
                 if found is not _MISSING and digest(found) != wanted:
                     yield table, home, name
-
-
-def code_of_program(kinds: Collection[type]) -> str | None:
-    """Return the name of a function or class that loads models and is the program's own.
-
-    A package that is installed beside the libraries is not the program.
-
-    Args:
-        kinds: the classes of what was loaded.
-
-    Returns:
-        None if there is none.
-    """
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
-    installed = {os.path.dirname(os.path.dirname(file)) for file in files if file}
-    own = os.path.dirname(os.path.dirname(__file__))
-    known = (*(f"{root}/" for root in (*installed, own, os.path.dirname(os.__file__))), "<")
-    homes = {kind.__module__ for kind in kinds}
-    for kind in kinds:
-        if not _class_file(kind).startswith(known):
-            return f"{kind.__module__}.{kind.__qualname__}"
-    for home, module in modules():
-        if home not in homes and not home.startswith(_LOADING):
-            continue
-        for name, found in list(vars(module).items()):
-            held: Iterable[tuple[str, Any]] = []
-            if issubclass(type(found), type):
-                if not _class_file(found).startswith(known):
-                    return f"{home}.{name}"
-                held = ((key, method) for key, method, _ in _methods(found, name))
-            elif type(found) is types.FunctionType:
-                held = [(name, found)]
-            for key, function in held:
-                if not all(code.co_filename.startswith(known) for code in _codes(function)):
-                    return f"{home}.{key}"
-    return None
-
-
-def _class_file(kind: type) -> str:
-    """Return the file of a class's module; `<` for one that is built in."""
-    if kind.__module__ in ("__main__", "__mp_main__"):
-        return ""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
 
 
 def _stamp(file: str) -> Stamp | None:

@@ -6,7 +6,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.source import Source
@@ -190,37 +190,22 @@ class _Counted:
 
 logger = logger_of(__name__)
 
-_ELSEWHERE = "from another source"
-# Less is not worth a line: models compute small buffers of their own.
-_LEAST_NBYTES = 1 << 20
+LEAST_NBYTES = 1 << 20
+"""Private weights of less are not worth a line or a segment: models compute small buffers."""
 # From here on it is a warning, unless the caller asked for it.
 _MUCH_NBYTES = 64 << 20
 
 
-class PrivateWeights(NamedTuple):
-    """Weights of what was built that lie outside of the segments."""
-
-    said: str
-    """How many bytes each component has, and why."""
-    is_warning: bool
-    """Whether that is much, and the caller has not asked for it."""
-    is_of_source: bool
-    """Whether all of them come from the files of what was loaded."""
-
-    def say(self) -> None:
-        """Log it: one line."""
-        logger.log(logging.WARNING if self.is_warning else logging.INFO, "%s", self.said)
-
-
-def private_weights(
+def say_what_is_private(
     storages: Mapping[int, int],
     parts: Mapping[str, object],
     source: Source,
     kwargs: Mapping[str, object],
-) -> PrivateWeights | None:
-    """Count the weights that lie outside of the segments; None for less than 1 MiB.
+) -> None:
+    """Log how many bytes of weights each component has outside of the segments, and why.
 
-    Models that the caller has passed in do not count, nor do buffers that are no weights.
+    One line, at INFO; at WARNING for 64 MiB or more that the caller has not asked for. Models that
+    the caller has passed in do not count, nor do buffers that are no weights.
 
     Args:
         storages: the sizes of the storages outside, in bytes, by address.
@@ -228,8 +213,8 @@ def private_weights(
         source: what was loaded.
         kwargs: the arguments of `from_pretrained`.
     """
-    if sum(storages.values()) < _LEAST_NBYTES:
-        return None
+    if sum(storages.values()) < LEAST_NBYTES:
+        return
     import torch
 
     asked = [name for name in sorted(BYPASSING_KEYWORDS) if kwargs.get(name)]
@@ -242,18 +227,18 @@ def private_weights(
         addresses = {each.untyped_storage().data_ptr() for each in tensors if each.is_cpu}
         found[name] = sum(left.pop(each, 0) for each in addresses)
     nbytes = sum(found.values())
-    if nbytes < _LEAST_NBYTES:
-        return None
-    reasons = {name: _why(name, source, asked) for name, each in found.items() if each}
-    components = ", ".join(
-        f"{name or 'the model'} {format_nbytes(found[name])} ({why})"
-        for name, why in reasons.items()
-    )
-    return PrivateWeights(
-        f"{source.given}: {format_nbytes(nbytes)} of its weights lie in no segment, and are "
-        f"private to this process: {components}",
-        is_warning=nbytes >= _MUCH_NBYTES and not asked,
-        is_of_source=_ELSEWHERE not in reasons.values(),
+    if nbytes < LEAST_NBYTES:
+        return
+    logger.log(
+        logging.WARNING if nbytes >= _MUCH_NBYTES and not asked else logging.INFO,
+        "%s: %s of its weights lie in no segment, and are private to this process: %s",
+        source.given,
+        format_nbytes(nbytes),
+        ", ".join(
+            f"{name or 'the model'} {format_nbytes(each)} ({_why(name, source, asked)})"
+            for name, each in found.items()
+            if each
+        ),
     )
 
 
@@ -264,5 +249,5 @@ def _why(name: str, source: Source, asked: list[str]) -> str:
         return "its files are left to the library"
     made = {checkpoint.component for checkpoint in source.checkpoints}
     if name not in made and made != {""}:
-        return _ELSEWHERE
+        return "from another source"
     return "cast, joined or copied by the library"

@@ -1,8 +1,7 @@
-"""What the library makes of weights, by quantising, fusing or converting: made once for all.
+"""What the library makes of weights, by quantising or fusing: made once, attached by all others.
 
 The first process has the library do it, and publishes the result under a name that is made of all
-that it depends on; the others attach that. A publication by other releases of the libraries does
-not fit, and is made anew.
+that it depends on. A publication by other releases of the libraries does not fit, and is made anew.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,17 @@ class _Unknown(Exception):
 
 
 def load_once(
-    load: Callable[..., Any],
+    load: Callable[[dict[str, Any]], Any],
     cls: type | str | None,
     source: Source,
     maker: Maker,
     dtype: object,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return what a load makes; what the library makes of the weights is made by one process alone.
-
-    That is what it quantises, and what it casts, joins or copies. Weights that it leaves as they
-    are lie in their segments in any case.
+    """Return what a load makes; if it quantises and is to be kept, made by one process alone.
 
     Args:
-        load: makes it, of `kwargs`; takes `keep_made` as `attempt.load` does.
+        load: makes it, of `kwargs`.
         cls: the class that was asked for, or its name; None for the source's own.
         source: what is loaded.
         maker: of it.
@@ -80,16 +76,13 @@ def load_once(
         "components": [source.components, source.shards, source.unread, sorted(kwargs)],
         "configs": [stamps_of(Path(each)) for each in configs],
         "folders": {name: stamps_of(each) for name, each in source.folders.items()},
+        "given_as": os.fspath(source.given),  # the model notes it
         "dtype": dtype,
         "given": given,
     }
-    is_quantised = any(map(given.get, QUANTISING_KEYWORDS))
-    name = name_of("quantised" if is_quantised else "converted", source.root, facts)
+    name = name_of("quantised", source.root, facts)
     if name is None:
         return load(kwargs)
-    if not is_quantised:
-        found = _find(name, is_wanted=_is_of_libraries)
-        return load(kwargs, keep_made=lambda made: _keep(name, made)) if found is None else found
     # The library adds to a configuration: the next call with it would seem to ask for another.
     own = {
         key: copy.deepcopy(value) if key in QUANTISING_KEYWORDS else value
@@ -107,87 +100,40 @@ def make_once(name: str, make: Callable[[], Any]) -> Any:
             them, is not published.
     """
     # It does not matter much if another process is too slow, and two make it.
-    with _turn(name) as is_mine:
-        found = _find(name)
-        if found is not None:
-            return found
+    with wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s) as is_mine:
+        # An earlier one may be of the releases that are installed here.
+        for number in reversed(Publication(name).versions()):
+            from shmload._building.published import load_published
+
+            with contextlib.suppress(SegmentNotFound):
+                try:
+                    return load_published(Publication(name, number).source)
+                except PublicationBroken as exc:
+                    logger.info("%s is made again: %s", name, exc)
         made = make()
-        return _publish(name, made) if is_mine else made
+        # Not above: it imports torch and the libraries, and `make` imports them while it decodes.
+        from shmload._building.publishing import publish_version
 
-
-def _keep(name: str, made: Any) -> Any:
-    """Publish what a load has made, unless another process has; return the published one."""
-    if not _is_of_libraries(made):
+        if not is_mine or not _is_on_host(made):  # a publication is loaded to the host
+            return made
+        try:
+            published = publish_version(made, Publication(name), is_pinned=False)
+        except (NotPublishable, CapacityError) as exc:
+            logger.warning("each process makes %s: %s", name, exc)
+            return made
+        with contextlib.suppress(SegmentNotFound):  # another load has taken its room already
+            return published.load()  # the one copy; what was made goes
         return made
-    with _turn(name) as is_mine:
-        found = _find(name)
-        if found is not None:
-            return found
-        return _publish(name, made) if is_mine else made
-
-
-def _turn(name: str) -> contextlib.AbstractContextManager[bool]:
-    return wait_turn(f"once-{_digest(name)}", settings().wait_timeout_s)
-
-
-def _find(name: str, is_wanted: Callable[[Any], bool] = lambda found: True) -> Any:
-    """Return what has been published under a name; None if there is nothing that fits here."""
-    # An earlier one may be of the releases that are installed here.
-    for number in reversed(Publication(name).versions()):
-        from shmload._building.published import load_published
-
-        with contextlib.suppress(SegmentNotFound):
-            try:
-                found = load_published(Publication(name, number).source)
-            except PublicationBroken as exc:
-                logger.info("%s is made again: %s", name, exc)
-            else:
-                return found if is_wanted(found) else None
-    return None
-
-
-def _publish(name: str, made: Any) -> Any:
-    """Publish what was made; return the published one, or what was made if that cannot be."""
-    # Not at the top: it imports torch and the libraries, and they are imported while others decode.
-    from shmload._building.publishing import publish_version
-
-    if not _is_on_host(made):  # a publication is loaded to the host
-        return made
-    try:
-        published = publish_version(made, Publication(name), is_by_user=False)
-    except (NotPublishable, CapacityError) as exc:
-        logger.warning("each process makes %s: %s", name, exc)
-        return made
-    with contextlib.suppress(SegmentNotFound):  # another load has taken its room already
-        return published.load()  # the one copy; what was made goes
-    return made
-
-
-def _is_of_libraries(made: Any) -> bool:
-    """Tell whether the libraries' own code has made something, and none that replaces it."""
-    from shmload._building.conditions import code_of_program
-    from shmload._building.mapped import modules_of
-
-    kinds = {type(made), *(type(each) for each in vars(made).values())}
-    for model in _models_of(made):
-        kinds |= {type(each) for each in modules_of(model)}
-    name = code_of_program(kinds)
-    if name is not None:
-        logger.info("%s is the program's own: what it makes is not shared", name)
-    return name is None
-
-
-def _models_of(made: Any) -> Iterator[Any]:
-    import torch
-
-    parts = [made] if isinstance(made, torch.nn.Module) else vars(made).values()
-    return (part for part in parts if isinstance(part, torch.nn.Module))
 
 
 def _is_on_host(made: Any) -> bool:
+    import torch
+
+    parts = [made] if isinstance(made, torch.nn.Module) else vars(made).values()
+    models = (part for part in parts if isinstance(part, torch.nn.Module))
     return all(
         tensor.device.type == "cpu"
-        for model in _models_of(made)
+        for model in models
         for tensor in itertools.chain(model.parameters(), model.buffers())
     )
 
@@ -210,7 +156,7 @@ def name_of(kind: str, root: Path, facts: Mapping[str, object]) -> str | None:
         text = json.dumps(known, default=_plain, sort_keys=True)
     except (_Unknown, TypeError, ValueError):
         return None
-    label = _UNFIT.sub("-", root.name).strip("-.")[:_MOST_NCHARS] or "model"
+    label = _UNFIT.sub("-", root.name).strip("-._")[:_MOST_NCHARS] or "model"
     return f"{label}.{kind}-{_digest(text)}"
 
 

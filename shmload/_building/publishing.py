@@ -15,32 +15,25 @@ import torch
 from shmload._building.mapped import Spans, map_ranges
 from shmload._building.published import STRUCTURE, Place, Record, load_published, storage_over
 from shmload._building.structure import CannotKeep, Region, put_together, take_apart
-from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.header import Header, TensorSpec
+from shmload._building.writing import content_of, fill, plan
 from shmload._checkpoints.rule import RAW
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.pagemap import has_own_pages
-from shmload._host.shm import write_at
 from shmload._loading.room import made_room, own_budget
-from shmload._segments.layout import lay_out
 from shmload._segments.listing import names_by_inode
-from shmload._segments.metadata import REMADE, make_metadata
+from shmload._segments.metadata import make_metadata
 from shmload._segments.part import Part
 from shmload._segments.publications import Publication
 from shmload._segments.removal import attached, give_back
-from shmload._segments.segment import Segment, Stay, attach
-from shmload._segments.upkeep import digest_data
+from shmload._segments.segment import Segment, attach
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, NotPublishable
 
 logger = logger_of(__name__)
 
-_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 # Their names lie in the header's text, whose length is limited.
 _MOST_NEEDED = 400
-# At a time: a part that is written grows steadily, and `shmload ls` shows how far it is.
-_BLOCK_NBYTES = 64 << 20
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +92,7 @@ def publish(thing: Any, name: str) -> Published:
     asked = Publication.parse(name)
     if asked.version is not None:
         raise ArgumentError(f"{name!r}: publish gives the version; leave it out")
-    made = publish_version(thing, asked, is_by_user=True)
+    made = publish_version(thing, asked, is_pinned=True)
     *earlier, _ = asked.versions().values() or [""]
     for name in earlier:
         with attached(name) as segment:
@@ -108,14 +101,13 @@ def publish(thing: Any, name: str) -> Published:
     return made
 
 
-def publish_version(thing: Any, asked: Publication, *, is_by_user: bool) -> Published:
+def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Published:
     """Publish a pipeline or a model, and leave the earlier versions as they are.
 
     Args:
         thing: as for `publish`.
         asked: the name.
-        is_by_user: whether the user has asked for it. It is pinned then; else it goes with the
-            segments that it needs, and is made again.
+        is_pinned: whether it is never evicted.
 
     Raises:
         NotPublishable, CapacityError: as `publish`.
@@ -139,7 +131,7 @@ def publish_version(thing: Any, asked: Publication, *, is_by_user: bool) -> Publ
         number, part = asked.begin()
         with part:
             source = Publication(asked.name, number).source
-            nbytes = _write(part, source, record, own, needs, is_by_user=is_by_user)
+            nbytes = _write(part, source, record, own, needs, is_pinned=is_pinned)
     shared = sum(place.nbytes for place in places if place.segment >= 0)
     logger.info("published %s: %s copied", source, format_nbytes(nbytes))
     return Published(
@@ -233,29 +225,15 @@ def _write(
     own: Sequence[Region],
     needs: tuple[str, ...],
     *,
-    is_by_user: bool,
+    is_pinned: bool,
 ) -> int:
     """Write a version and give it its name; return its size in bytes."""
-    contents = {str(number): _memory(region) for number, region in enumerate(own)}
-    contents[STRUCTURE] = memoryview(record)
-    specs = []
-    position = 0
-    for name, content in contents.items():
-        dtype = own[int(name)].dtype if name != STRUCTURE else torch.uint8
-        stored = _DTYPES.get(str(dtype).removeprefix("torch."), "U8")
-        count = content.nbytes // (dtype.itemsize if stored != "U8" else 1)
-        specs.append(TensorSpec(name, stored, (count,), position, position + content.nbytes))
-        position += content.nbytes
-    header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
-    metadata = make_metadata(source, "", RAW.text if is_by_user else REMADE, needs)
-    layout = lay_out(header, lambda spec: spec.dtype, metadata)
+    contents = {
+        str(number): content_of(_memory(region), region.dtype) for number, region in enumerate(own)
+    }
+    contents[STRUCTURE] = content_of(memoryview(record), torch.uint8)
+    layout = plan(contents, make_metadata(source, "", RAW.text, needs))
     with made_room(layout.nbytes, own_budget(), is_charged_here=True, is_cancelled=bool):
         part.prepare(layout)
-    written = Segment(part.name, part.fd).read_header()
-    for spec in written.tensors:
-        content = contents[spec.name]
-        for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
-            at = written.data_offset + spec.begin + begin
-            write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
-    part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_by_user).close()
+    fill(part, contents, is_pinned=is_pinned).close()
     return layout.nbytes

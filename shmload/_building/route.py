@@ -149,13 +149,10 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
 
 
 def may_be_kept(options: Options, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether what the library makes of weights may be kept for other processes (`once`)."""
-    if options.device_map is not None or options.verify:
-        return False
-    # A file that is mapped itself has no segment, which what is made of it could need.
-    return options.keep is True or (
-        bool(options.keep) and any(map(kwargs.get, QUANTISING_KEYWORDS))
-    )
+    """Tell whether what the library quantises may be kept for other processes (`once`)."""
+    is_resident = options.stay is Stay.RESIDENT and options.device_map is None
+    # Else it would be attached as it is.
+    return is_resident and not options.verify and any(map(kwargs.get, QUANTISING_KEYWORDS))
 
 
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:

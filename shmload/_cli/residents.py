@@ -155,7 +155,7 @@ def remove_command(
     if not patterns and not everything:
         raise click.UsageError("give names, ids or paths, or --all")
     before = shmload.segments()
-    chosen = select(patterns, before, to_remove=True)
+    chosen = select(patterns, before, spare_shared=True)
     busy: SegmentBusy | None = None
     if dry_run:
         views = views_by_segment()

@@ -22,7 +22,7 @@ records it, so a process that dies needs no clean-up but this table.
     NAME       exclusive  any         is listed or removed               who holds the lock
 
 A segment that a publication needs is resident, and `evict` and `gc` leave it until the
-publication has gone. With the segment they remove publications that loads have made by themselves.
+publication has gone.
 A shared lock is a lease. `tests/faults/test_system_calls.py` kills a loader at every step from one
 row to another.
 

@@ -13,7 +13,7 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import REMADE, Metadata, read_metadata, source_path
+from shmload._segments.metadata import Metadata, read_metadata, source_path
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
@@ -140,18 +140,8 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
         for name in info.needs:
             needing[name] = (*needing.get(name, ()), info.source)
     if needing:
-        current = {info.name for info, _ in found if info.is_current}
         found = [
-            (
-                msgspec.structs.replace(
-                    info,
-                    needed_by=needing.get(info.name, ()),
-                    # Of changed files another one is made.
-                    is_current=info.is_current
-                    and (info.conversion != REMADE or current.issuperset(info.needs)),
-                ),
-                inode,
-            )
+            (msgspec.structs.replace(info, needed_by=needing.get(info.name, ())), inode)
             for info, inode in found
         ]
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))

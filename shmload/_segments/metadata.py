@@ -44,10 +44,6 @@ DIGEST_OFFSET = KEEP_FOR_OFFSET + _KEEP_FOR_NDIGITS + 1
 _TEXT_BEGIN = _KEEP_FOR_NDIGITS + len(_NO_DIGEST) + 2
 
 
-REMADE = "raw/remade"
-"""Conversion of a publication that a load makes by itself, and makes again where it is gone."""
-
-
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a segment's header says about it."""
 

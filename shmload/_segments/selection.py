@@ -8,8 +8,6 @@ a model's name, such as `org/name`                    that model, in every dtype
 the name that it has beside another of its name       that model, in every dtype
 an id, or its first four digits or more               that model or segment
 a part of a model's name that no other model has      that model, in every dtype
-
-What loads have published by themselves does not make a part of a name ambiguous.
 """
 
 import os
@@ -21,7 +19,7 @@ from shmload._checkpoints.remote import is_url, mirror_home
 from shmload._checkpoints.wanted import is_publication
 from shmload._segments.grouping import Model
 from shmload._segments.listing import SegmentInfo, segments
-from shmload._segments.metadata import REMADE, source_path
+from shmload._segments.metadata import source_path
 from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix, segment_name
 from shmload._segments.roots import root_at, weights_below
@@ -36,15 +34,15 @@ def select(
     patterns: Sequence[str | os.PathLike[str]],
     found: Sequence[SegmentInfo] | None = None,
     *,
-    to_remove: bool = False,
+    spare_shared: bool = False,
 ) -> list[SegmentInfo]:
     """Choose resident segments; each once.
 
     Args:
         patterns: as above; none means all.
         found: the segments to choose from; None for all that are resident.
-        to_remove: of a model that is chosen by its name or id, leave out what a model that is not
-            chosen has too; and choose what loads have made of the segments by themselves.
+        spare_shared: of a model that is chosen by its name or id, leave out what a model that is
+            not chosen has too.
 
     Raises:
         SegmentNotFound: a pattern matches nothing.
@@ -71,14 +69,10 @@ def select(
                 named |= {model.id: model for model in match}
         chosen |= {info.name: info for info in matching}
     others = [model for model in models or () if model.id not in named]
-    kept = {info.name for model in others for info in model.segments} if to_remove else set()
+    kept = {info.name for model in others for info in model.segments} if spare_shared else set()
     for model in named.values():
         own = [info for info in model.segments if info.name not in kept]
         chosen |= {info.name: info for info in own or model.segments}
-    if to_remove:
-        for info in found:  # oldest first: what it needs is older
-            if info.conversion == REMADE and not chosen.keys().isdisjoint(info.needs):
-                chosen[info.name] = info
     return list(chosen.values())
 
 
@@ -105,8 +99,6 @@ def match_name(
         if by_id or by_key:
             return by_id or by_key[0]
     fitting = [model for model in models if pattern and pattern.casefold() in model.name.casefold()]
-    # What loads have made of a model has its name in its own.
-    fitting = [each for each in fitting if each.segments[0].conversion != REMADE] or fitting
     names = sorted({model.name for model in fitting})
     if len(names) > 1:
         raise AmbiguousName(pattern, names)

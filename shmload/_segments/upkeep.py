@@ -88,8 +88,7 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
     A process uses what it is attached to, or maps without being attached; only processes of this
     user count.
 
-    Segments that a named model shares with another resident model stay. What loads have published
-    by themselves goes with the segments that it needs.
+    Segments that a named model shares with another resident model stay.
 
     Args:
         patterns: each the name of a model (as `models()` has it) or a part of it that no other
@@ -108,7 +107,7 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
-    return evict_segments(select(patterns, segments_by_lock(), to_remove=True))
+    return evict_segments(select(patterns, segments_by_lock(), spare_shared=True))
 
 
 def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:

@@ -107,7 +107,7 @@ def decoder(folders):
 @pytest.fixture
 def said(caplog, monkeypatch):
     """A function that returns what was logged of private weights."""
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
     caplog.set_level("INFO", "shmload")
     return lambda: [line for line in caplog.messages if "lie in no segment" in line]
 

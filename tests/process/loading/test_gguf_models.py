@@ -164,7 +164,7 @@ def test_quantised_model_computes_what_that_of_diffusers_does(written, evicts):
 
 
 def test_split_tensors_stay_shared(tmp_path, caplog, monkeypatch, evicts):
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
     name = "SD3Transformer2DModel"
     model = gguf_models.build(name)
     model.save_config(tmp_path)

@@ -8,7 +8,7 @@ from pipelines import FAMILIES
 
 import shmload
 from shmload._building import mapped
-from shmload._building.mapped import private_weights
+from shmload._building.mapped import say_what_is_private
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.wanted import Wanted
 from shmload._wording import format_nbytes
@@ -22,7 +22,7 @@ _BF16 = torch.bfloat16
 @pytest.fixture
 def said(caplog, monkeypatch):
     """A function that returns the lines about private weights, with their levels, so far."""
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
     caplog.set_level("INFO", "shmload")
     return lambda: [
         (each.levelname, each.getMessage()) for each in caplog.records if _LINE in each.getMessage()
@@ -60,7 +60,7 @@ def test_copied_weights_are_counted_by_component(saved, said, monkeypatch):
     monkeypatch.setattr(mapped, "_MUCH_NBYTES", nbytes)
     shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
     assert said()[1] == ("WARNING", text)
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", nbytes + 1)
+    monkeypatch.setattr(mapped, "LEAST_NBYTES", nbytes + 1)
     shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
     assert len(said()) == 2
 
@@ -72,8 +72,7 @@ def test_models_that_were_passed_in_are_not_counted(saved, said):
     assert said() == []
 
 
-def test_reasons(saved, monkeypatch):
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
+def test_reasons(saved, said):
     found = resolve(Wanted(source="given"), saved("stable-diffusion"))
     unet = tuple(each for each in found.checkpoints if each.component == "unet")
     source = msgspec.structs.replace(found, checkpoints=unet, unread=("vae",))
@@ -83,9 +82,8 @@ def test_reasons(saved, monkeypatch):
     buffer.register_buffer("computed", torch.zeros(100), persistent=False)
     tensors = [each.weight for each in models.values()] + [buffer.computed]
     sizes = {each.untyped_storage().data_ptr(): each.nbytes for each in tensors}
-    parts = {**models, "buffer": buffer, "other": 1}
-    found = private_weights(sizes, parts, source, {"passed": 1})
-    assert found.said.partition("this process: ")[2].split(", ") == [
+    say_what_is_private(sizes, {**models, "buffer": buffer, "other": 1}, source, {"passed": 1})
+    assert said()[0][1].partition("this process: ")[2].split(", ") == [
         *("unet 256 B (cast", "joined or copied by the library)"),
         "vae 256 B (its files are left to the library)",
         "prior 256 B (from another source)",

@@ -61,7 +61,7 @@ def test_stable_diffusion_is_shared_whole(one_file, dtype, evicts):
 def test_sdxl_copies_only_what_diffusers_joins(
     one_file, suffix, dtype, caplog, monkeypatch, evicts
 ):
-    monkeypatch.setattr(mapped, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
     config, path = one_file("sdxl", suffix)
     shmload.warm(path, dtype=dtype)
     with caplog.at_level("INFO", "shmload"):
