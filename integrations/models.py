@@ -97,7 +97,10 @@ def load_model(
         name = _name_of(cls).rpartition(".")[2]
         names = {each.__name__ for each in type(model).__mro__}
         if name not in names and not name.startswith("AutoModel"):
-            raise ArgumentError(f"{source} is a {type(model).__name__}, and no {name}")
+            raise ArgumentError(
+                f"{source} is a {type(model).__name__}, and no {name}; load_pipeline loads a "
+                "pipeline, which has its models as attributes"
+            )
         return model
     kwargs = from_pretrained_kwargs
     # Only what was given: the classes have defaults of their own.

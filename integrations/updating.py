@@ -103,7 +103,9 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise UpdateRefused(source, reason)
         if is_lent(model):
-            raise UpdateRefused(source, "it is a Switcher's, which has `reload` for it")
+            raise UpdateRefused(
+                source, "the pipeline is a Switcher's", "call the Switcher's `reload`"
+            )
 
 
 def _others_in(thing: Any) -> Iterator[torch.Tensor]:

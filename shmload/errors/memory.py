@@ -83,11 +83,14 @@ class NoRoom(CapacityError):
     def __init__(self, name: str, needed: int, available: int, most: int, limit: str) -> None:
         super().__init__(needed, available, limit, "", most=most)
         stays = most - available
+        what = f"{name} takes {format_nbytes(needed)}, but {limit} of {format_nbytes(most)}"
+        if stays <= 0:
+            self.args = (f"{what} is smaller; raise the budget",)
+            return
         self.args = (
-            f"{name} takes {format_nbytes(needed)}, but {limit} of {format_nbytes(most)} leaves "
-            f"{format_nbytes(max(0, available))} beside {format_nbytes(stays)} that stays: it is "
-            "pinned, another publication needs it (`shmload ls --long`), or the program refers to "
-            "it after its `with` block; raise the budget, or let go of that",
+            f"{what} leaves {format_nbytes(max(0, available))} beside {format_nbytes(stays)} that "
+            "stays: it is pinned, another publication needs it (`shmload ls --long`), or the "
+            "program refers to it after its `with` block; raise the budget, or let go of that",
         )
 
 
@@ -249,10 +252,11 @@ class UpdateRefused(SegmentError):
     Args:
         source: what they were to become.
         reason: what differs, by its path.
+        remedy: what to do instead.
     """
 
-    def __init__(self, source: str, reason: str) -> None:
-        super().__init__(f"not updated to {source}: {reason}; load it instead")
+    def __init__(self, source: str, reason: str, remedy: str = "load it instead") -> None:
+        super().__init__(f"not updated to {source}: {reason}; {remedy}")
 
 
 class PublicationBroken(SegmentError):
