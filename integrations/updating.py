@@ -15,7 +15,7 @@ import torch
 
 from shmload._building.homecoming import adopt, has_pinned_copies, homes_of
 from shmload._building.homes import Home, Homes, homes_in_all
-from shmload._building.mapped import hold_leases, modules_of
+from shmload._building.mapped import hold_leases
 from shmload._building.published import Opened, opened
 from shmload._building.publishing import Published
 from shmload._building.shelf import is_lent
@@ -99,7 +99,7 @@ def newest(source: str) -> str:
 def _refuse_offloaded(thing: Any, source: str) -> None:
     for name, model in models_in(thing).items():
         devices = {str(each) for each in getattr(model, "hf_device_map", {}).values()}
-        if devices & {DISK, META, OFFLOAD} or any(map(has_pinned_copies, modules_of(model))):
+        if devices & {DISK, META, OFFLOAD} or has_pinned_copies(model):
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise UpdateRefused(source, reason)
         if is_lent(model):

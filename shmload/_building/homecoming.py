@@ -79,9 +79,9 @@ def adopt(
         homes.note(tensor, home)
 
 
-def has_pinned_copies(module: torch.nn.Module) -> bool:
-    """Tell whether diffusers brings a watched module's weights from pinned copies of its own."""
-    return module in _pinned
+def has_pinned_copies(model: torch.nn.Module) -> bool:
+    """Tell whether diffusers brings weights of a watched model from pinned copies of its own."""
+    return bool(_pinned) and any(module in _pinned for module in modules_of(model))
 
 
 @functools.cache
