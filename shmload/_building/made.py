@@ -9,6 +9,7 @@ Guarantee: nothing but the place of bytes changes, whatever made them. A segment
 is done without.
 """
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shmload._building import mapped
-from shmload._building.mapped import Spans, hold_leases, host_tensors, map_ranges
+from shmload._building.mapped import Spans, hold_leases, host_tensors, map_ranges, modules_of
 from shmload._building.writing import content_of, fill, plan
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.source import Checkpoint, Source
@@ -69,17 +70,21 @@ def share_made(
             checkpoint = checkpoints.get(name) or checkpoints.get("")
             made = [each for each in _memories_of(model, private) if each.address not in moved]
             nbytes = sum(each.content.nbytes for each in made)
-            if checkpoint is None or nbytes < mapped.LEAST_NBYTES:
+            if checkpoint is None or not checkpoint.shards or nbytes < mapped.LEAST_NBYTES:
                 continue
             try:
-                segment = _segment_of(name, checkpoint, made)
-            except (ShmloadError, OSError) as exc:
+                with contextlib.ExitStack() as closing:
+                    segment = closing.enter_context(_segment_of(name, checkpoint, made))
+                    equal = _equal_ones(segment, made)
+                    closing.pop_all()
+            # Of all that may be wrong with the segment; KeyError of one that another has written.
+            except (ShmloadError, OSError, KeyError, ValueError, MemoryError) as exc:
                 # str(exc): a handler that keeps log records must not keep the traceback's memory.
                 reason = str(exc)
                 logger.info("%s: weights of %s are not shared: %s", source.given, name, reason)
                 continue
             segments.append(segment)
-            moved |= _equal_ones(segment, made)
+            moved |= equal
         for model in models.values():
             for tensor in host_tensors(model):
                 storage = moved.get(tensor.untyped_storage().data_ptr())
@@ -92,12 +97,26 @@ def share_made(
 
 
 def _memories_of(model: torch.nn.Module, private: Mapping[int, int]) -> list[_Memory]:
-    """Return the private memory that a model's tensors lie in, in the order of the tensors."""
+    """Return the private memory that a model's tensors lie in, in the order of the tensors.
+
+    Left out is what a module also has as a plain attribute, which would not lie there, and what a
+    tensor shows otherwise than it is: conjugate or negative.
+    """
+    attributes = (each for module in modules_of(model) for each in vars(module).values())
+    staying = {
+        each.untyped_storage().data_ptr()
+        for each in attributes
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and not each.is_meta
+    }
+    tensors = list(host_tensors(model))
+    staying |= {
+        each.untyped_storage().data_ptr() for each in tensors if each.is_conj() or each.is_neg()
+    }
     found: dict[int, _Memory] = {}
-    for tensor in host_tensors(model):
+    for tensor in tensors:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if private.get(address) and address not in found:
+        if private.get(address) and address not in found and address not in staying:
             content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             found[address] = _Memory(address, content, tensor.dtype)
     return list(found.values())

@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 import shmload
 from shmload._building import made, mapped
 from shmload._building.homecoming import homes_of
+from shmload._building.mapped import map_ranges
+from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.wanted import Wanted
 from shmload._segments.listing import names_by_inode
 from shmload.errors import CapacityError
 
@@ -185,6 +188,38 @@ def test_without_room_each_process_has_its_own(load, monkeypatch, caplog):
     assert made_segments() == []
     assert "weights of text_encoder_2 are not shared" in caplog.text
     assert "lie in no segment" in caplog.text
+
+
+def test_segment_that_cannot_be_mapped_is_done_without(load, monkeypatch):
+    load()
+
+    def fail(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(made, "map_ranges", fail)
+    assert outside(load().text_encoder_2) > 0
+
+
+def test_memory_that_tensors_show_otherwise_or_modules_keep_stays(checkpoint):
+    model = torch.nn.Module()
+    model.register_buffer("shown", torch.ones(8192, dtype=torch.complex64).mul(1 + 1j).conj())
+    model.register_parameter("kept", torch.nn.Parameter(torch.ones(8192)))
+    model.register_parameter("free", torch.nn.Parameter(torch.full((8192,), 2.0)))
+    model.view = model.kept.detach()[:2]
+    memory = {name: each.untyped_storage() for name, each in model.state_dict().items()}
+    private = {each.data_ptr(): each.nbytes() for each in memory.values()}
+    found = resolve(Wanted(source=str(checkpoint)), checkpoint)
+    segments, shared = made.share_made({"": model}, private, found)
+    assert set(shared) == {memory["free"].data_ptr()}
+    model.kept.data.add_(1)
+    assert model.view.tolist() == [2, 2]
+    assert model.shown[0] == 1 - 1j
+    model.free.data.add_(1)  # copy-on-write
+    [segment] = segments
+    with segment:
+        content = map_ranges(segment.fd, [(0, segment.nbytes)])
+        begin = segment.read_header().data_offset
+        assert torch.frombuffer(content, dtype=torch.float32, offset=begin)[0] == 2
 
 
 def test_nothing_is_evicted_for_them(load, one_file, saved, configure):
