@@ -53,7 +53,7 @@ def share_made(
     """Have models lie in segments where the library has made their weights, as far as can be.
 
     Args:
-        parts: the components by name; those that the library has loaded.
+        parts: the components that the library has loaded, by name.
         private: the sizes of the storages that lie in no segment, in bytes, by address.
         source: what was loaded. Of components with less than 1 MiB, the weights stay.
 

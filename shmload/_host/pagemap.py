@@ -24,9 +24,9 @@ class _Kind(NamedTuple):
     """A kind of pages: the categories of the ioctl, and bits 61 to 63 of an entry."""
 
     without: int
-    """Categories of which a page has none."""
+    """Categories that no such page has."""
     any_of: int
-    """Categories of which it has one."""
+    """Categories of which each such page has at least one."""
     entries: frozenset[int]
 
 
@@ -50,8 +50,9 @@ def is_touched(start: int, end: int) -> bool:
 def has_own_pages(start: int, end: int) -> bool:
     """Tell whether this process may have pages of its own in a private mapping of a file.
 
-    They are those that it wrote to: pages that are not of a file. If a sandbox hides that, it may
-    have some. It takes 10 ms for 1 GiB that was read here (2 cores; 0.1 ms if nothing was).
+    The process wrote to these: they are no pages of the file any more. If a sandbox hides the
+    answer, there may be some. It takes 10 ms for 1 GiB that was read here (2 cores; 0.1 ms if
+    nothing was).
 
     Args:
         start: first address, in bytes, on a page.

@@ -79,7 +79,13 @@ print("RUNS", HalvingQuantizer.runs, len(list(model.parameters())), flush=True)
 
 @pytest.mark.parametrize(
     "others",
-    [{"scale": 0.02}, {"dtype": "bfloat16"}, {"keep": False}, {"device_map": "cpu"}],
+    [
+        {"scale": 0.02},
+        {"dtype": "bfloat16"},
+        {"keep": False},
+        {"device_map": "cpu"},
+        {"verify": True},
+    ],
     ids=str,
 )
 def test_other_arguments_are_another_result(load, others):
@@ -87,7 +93,7 @@ def test_other_arguments_are_another_result(load, others):
     before = HalvingQuantizer.runs
     load(**others)
     assert HalvingQuantizer.runs == before + 1
-    assert len(published()) == (1 if {"keep", "device_map"} & others.keys() else 2)
+    assert len(published()) == (1 if {"keep", "device_map", "verify"} & others.keys() else 2)
 
 
 def test_changed_file_is_quantised_again(copied, load):

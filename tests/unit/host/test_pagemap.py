@@ -1,4 +1,4 @@
-"""Pages that this process has read or written are told from those that it has not."""
+"""The kernel tells which pages this process has read, and which it has written."""
 
 import errno
 import mmap

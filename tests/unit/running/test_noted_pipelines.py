@@ -1,5 +1,6 @@
 """What a template notes of the pipelines that programs load, and how branches share the memory."""
 
+import importlib.metadata
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from shmload._building import prepared
 from shmload._templates import pipelines
 from shmload._templates.branches import MAX_BRANCHES, branches_to_end, has_room
+from shmload._templates.imports import Unfit
 from shmload._templates.messages import Program
 from shmload._templates.notes import Notes, note_warmed, warmed
 from shmload._templates.pipelines import Pipelines
@@ -114,3 +116,30 @@ def test_branch_that_has_just_ended_is_not_started_again_at_once():
     """What one leaves is less than what one needs: no branch comes and goes."""
     assert not has_room(450 * _MIB + 150 * _MIB)
     assert has_room(2048 * _MIB)
+
+
+# Imports ------------------------------------------------------------------------------------------
+
+_HOMES = {"telemetry": ["telemetry-api"], "deep": ["deep"], "mine": ["mine"], "extra": ["extra"]}
+_NEEDED = {
+    "transformers": ["numpy>=1", 'telemetry_api; extra == "open"'],
+    "telemetry-api": ["deep", 'extra; extra == "more"'],
+}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Packages of which transformers can use one, which needs another."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: _HOMES)
+    monkeypatch.setattr(importlib.metadata, "requires", _NEEDED.get)
+
+
+@pytest.mark.parametrize("name", ["json.decoder", "known.part", "telemetry.metrics", "deep"])
+def test_load_ahead_may_import_what_the_libraries_need_or_can_use(installed, name):
+    pipelines._require_libraries([name], ["known"])
+
+
+@pytest.mark.parametrize("name", ["mine", "extra.part", "of_no_package"])
+def test_load_ahead_may_import_nothing_else(installed, name):
+    with pytest.raises(Unfit, match=f"imports {name.partition('.')[0]}, which is of no library"):
+        pipelines._require_libraries([name], ["known"])
