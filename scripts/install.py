@@ -105,14 +105,14 @@ def parse_settings(listed: str) -> dict[str, str]:
 
 def options_for_uv(settings: dict[str, str]) -> list[str] | None:
     """Return uv's options for pip's package sources; None if uv has no option for a setting."""
-    if settings.keys() - _HARMLESS - {"cert", *_SOURCES}:
+    if settings.keys() - _HARMLESS - {"cert", "constraint", *_SOURCES}:
         return None
     options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
     if sys.dont_write_bytecode:  # else each process would compile the libraries for itself
         options.append("--compile-bytecode")
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         options.append("--no-index")
-    for key in ("index-url", "extra-index-url", "find-links"):
+    for key in ("index-url", "extra-index-url", "find-links", "constraint"):
         for place in settings.get(key, "").split():
             options += [f"--{key}", place]
     return options

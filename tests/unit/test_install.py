@@ -32,11 +32,15 @@ download.timeout='5'
 
 
 def test_uv_is_told_each_index():
-    settings = {"extra-index-url": "https://a/simple\nfile:///b", "find-links": "/wheels"}
+    settings = {
+        "extra-index-url": "https://a/simple\nfile:///b",
+        "find-links": "/wheels",
+        "constraint": "/caps.txt",
+    }
     assert options_for_uv(settings) == [
         *BEST,
         *("--extra-index-url", "https://a/simple", "--extra-index-url", "file:///b"),
-        *("--find-links", "/wheels"),
+        *("--find-links", "/wheels", "--constraint", "/caps.txt"),
     ]
 
 
@@ -49,6 +53,6 @@ def test_what_concerns_pip_alone_changes_nothing():
     assert options_for_uv({"timeout": "60", "disable-pip-version-check": "1"}) == BEST
 
 
-@pytest.mark.parametrize("setting", ["proxy", "trusted-host", "client-cert", "constraint"])
+@pytest.mark.parametrize("setting", ["proxy", "trusted-host", "client-cert"])
 def test_pip_installs_if_uv_cannot_be_told(setting):
     assert options_for_uv({setting: "x", "timeout": "60"}) is None
