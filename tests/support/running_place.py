@@ -95,11 +95,15 @@ class Running:
 
     def close(self):
         """End the templates, and remove the directory."""
+        self.kill_templates()
+        shutil.rmtree(self.folder)
+
+    def kill_templates(self):
+        """End the templates, whatever they do."""
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self._is_template(Path(entry.path)):
                     os.kill(int(entry.name), signal.SIGKILL)
-        shutil.rmtree(self.folder)
 
     def _is_template(self, process):
         return (

@@ -75,7 +75,9 @@ def test_channel_leads_to_the_child_and_names_the_parent(program):
 
 
 def test_output_is_kept_and_its_end_can_be_read(program):
-    child = program("print('x' * 10_000); print('end', file=sys.stderr)")(keeps_output=True)
+    child = program("print('x' * 10_000, flush=True); print('end', file=sys.stderr)")(
+        keeps_output=True
+    )
     assert child.how_it_ended() == "exit code 0"
     assert child.output().endswith("x\nend")
     assert len(child.output()) < 5000

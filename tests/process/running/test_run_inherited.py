@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _PAGE, _, _INHERITED = (
     (Path(__file__).parents[3] / "docs" / "run.md")
     .read_text()
@@ -143,6 +145,8 @@ def template(running):
 
 def as_caller(running, before, *words):
     """Run Python with these words, in a process of which something is set."""
+    # In the locale C, Python has set LC_CTYPE: the words would run in another locale than its own.
+    before = f"os.environ.pop('LC_CTYPE', None)\n{before}"
     code = f"{_PRELUDE}\n{before}\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     return running.run([sys.executable, "-c", code, *words])
 
