@@ -18,11 +18,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import own_home  # before the libraries
+
 # Read when huggingface_hub is imported, which test modules do before any fixture runs.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # Read when torch is imported: its idle threads sleep instead of spinning on cores in demand.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 import hypothesis
 import pytest
@@ -48,12 +51,16 @@ pytest.register_assert_rewrite(
     "weight",
 )
 
-_UNIT_TESTS = Path(__file__).parent / "unit"
+_CORE_FAMILIES = ("stable-diffusion", "wan")
+"""Families of the core's tests: most kinds of components; ties, and dtypes that are mixed."""
 _SHM = Path("/dev/shm")
 _PREFIX = "shmload-"
+_SLOW_S = 3.0
+"""What a test of the core may take, without its fixtures."""
 # What decides how shmload and the libraries behave; other variables are set by imports.
 _VARIABLES = ("DIFFUSERS_", "HF_", "PYTHON", "SHMLOAD_", "TRANSFORMERS_")
 
+_USERS_FILES = pytest.StashKey[set[tuple[str, int]]]()
 _has_own_shm = False
 
 # linux/sched.h and linux/mount.h
@@ -75,16 +82,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="run the modules, and the tests in each, in the random order of this seed",
     )
+    parser.addoption(
+        "--list-slow", metavar="FILE", help=f"write the tests that take over {_SLOW_S} s to a file"
+    )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes run tests; without a /dev/shm of its own each, only one."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(not _take_own_shared_memory())
+    return len(os.sched_getaffinity(0)) if os.waitpid(pid, 0)[1] == 0 else 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(config: pytest.Config) -> Iterator[None]:
+    """Write the list of slow tests, one name a line."""
+    if place := config.getoption("--list-slow"):
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        slow = [r.nodeid for r in reporter.getreports("passed") if r.duration > _SLOW_S]
+        Path(place).write_text("".join(f"{name}\n" for name in slow))
+    return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the unit tests as fast; shuffle all where that is asked for.
+    """Mark the tests of further families as `matrix`; shuffle all where that is asked for.
 
     The modules are shuffled, and the tests in each: a module's fixtures are still set up once.
     """
     for item in items:
-        if _UNIT_TESTS in item.path.parents:
-            item.add_marker("fast")
+        family = getattr(item, "callspec", None) and item.callspec.params.get("family")
+        if family and family not in _CORE_FAMILIES:
+            item.add_marker("matrix")
     seed = config.getoption("--shuffle")
     if seed is None:
         return
@@ -99,13 +128,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
 
 
-def pytest_configure() -> None:
-    _take_own_shared_memory()
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        # This process runs no test, it looks after those that do.
+        config.stash[_USERS_FILES] = own_home.users_files()
+        return
+    global _has_own_shm
+    _has_own_shm = _take_own_shared_memory()
     # Ignored, as in a job that a shell runs in the background, they would be so in every child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Its thread would look like one that a test left behind.
     tqdm.tqdm.monitor_interval = 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if the user's files of shmload are not as before: some test wrote there."""
+    before = session.config.stash.get(_USERS_FILES, None)
+    if before is not None and (changed := before ^ own_home.users_files()):
+        print(f"\nThe tests, or a program beside them, changed {sorted(changed)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure() -> None:
+    own_home.remove()
 
 
 def pytest_collection_finish() -> None:
@@ -114,11 +160,10 @@ def pytest_collection_finish() -> None:
     collector.freeze_imports()
 
 
-def _take_own_shared_memory() -> None:
-    """Mount a fresh tmpfs at /dev/shm for this process and its children, or leave all as it is."""
-    global _has_own_shm
+def _take_own_shared_memory() -> bool:
+    """Mount a fresh tmpfs at /dev/shm for this process and its children; tell whether it could."""
     libc = ctypes.CDLL(None)
-    _has_own_shm = (
+    return (
         libc.unshare(_CLONE_NEWNS) == 0
         and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
         and libc.mount(b"tmpfs", bytes(_SHM), b"tmpfs", 0, b"mode=1777") == 0
@@ -127,7 +172,7 @@ def _take_own_shared_memory() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what the machine's user has set and remembered out of the tests."""
+    """Keep what the machine's user has set out of the tests; `own_home` does so for files."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("SHMLOAD_")]:

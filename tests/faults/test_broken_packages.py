@@ -44,6 +44,7 @@ attempt(lambda: shmload.load_pipeline(sys.argv[1], dtype="bfloat16"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_load_with_a_broken_package_raises_what_the_library_raises(
     saved, new_child, configure, tmp_path

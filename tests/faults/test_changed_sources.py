@@ -47,7 +47,6 @@ def test_shard_truncated_before_a_worker_reads_it(large, configure, before_decod
 
 @pytest.mark.parametrize("change", CHANGES)
 @decoding_door
-@pytest.mark.fast
 def test_shard_changed_in_the_middle(large, door, change):
     refusal(
         door, large, shmload.ShardChanged, large, "load again", progress=once(lambda: change(large))

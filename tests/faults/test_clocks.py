@@ -32,6 +32,7 @@ def test_load_takes_no_jump_for_a_stall(large, configure, caplog, evicts):
     assert [info.is_leased for info in shmload.segments()] == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jumping_clock")
 def test_stall_is_noticed_whatever_the_clock_says(checkpoint, workers_that):
     starts = workers_that(STOP_ONCE, stall_timeout_s=1)
@@ -39,6 +40,7 @@ def test_stall_is_noticed_whatever_the_clock_says(checkpoint, workers_that):
     assert starts() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jumping_clock")
 def test_wait_for_another_process_ends_by_the_monotonic_clock(checkpoint, child, configure, evicts):
     other = child(CHILD, "warm", checkpoint)

@@ -71,6 +71,7 @@ def test_service_with_too_many_clients_waits_until_one_leaves(service):
         assert clients[-1].recv(100)
 
 
+@pytest.mark.slow
 def test_strangers_who_ask_for_metrics_take_few_descriptors(service):
     process = service("--metrics", "127.0.0.1:0")
     (port,) = re.findall(r"metrics at http://127.0.0.1:([0-9]+)/", process.errors)

@@ -52,6 +52,7 @@ print("REFUSALS", json.dumps(refusals), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("door", "where", "inline_nbytes"),
     [

@@ -10,6 +10,8 @@ from light_jobs import wait_until_ended
 import shmload
 from shmload.integrations import dataprep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def source(saved):

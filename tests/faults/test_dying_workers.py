@@ -28,7 +28,6 @@ def assert_right(source):
         assert torch.equal(got[name], other)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("workers", [1, 2])
 def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, workers):
     starts = workers_that(DIE_ONCE, workers=workers)
@@ -42,6 +41,7 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
     )
 
 
+@pytest.mark.slow
 def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
     # Four pieces: those queued in the dead worker's socket must be decoded, once.
     path = tmp_path / "model.safetensors"
@@ -141,6 +141,7 @@ def test_stopped_worker_is_replaced(checkpoint, workers_that):
     assert starts() == 2
 
 
+@pytest.mark.slow
 @decoding_door
 def test_worker_stopped_twice_is_an_error(checkpoint, workers_that, door):
     starts = workers_that(STOP, stall_timeout_s=1)
@@ -266,6 +267,7 @@ def write_alternating(path, count):
     path.write_bytes(build_header(specs, {}, 8) + bytes(64 * len(specs)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_path, workers_that):
     # A piece with so many runs that its message does not fit into the socket's buffer.
@@ -283,6 +285,7 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
     assert starts() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
     tmp_path, workers_that, monkeypatch

@@ -88,6 +88,7 @@ print("LOADED", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_process_ends_with_a_pipeline_alive(saved, child, new_child, evicts, shm_names, keep):
     start = new_child if keep else child  # with shmload imported first, and after the libraries
@@ -150,6 +151,7 @@ print("STILL", total(state), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_forked_child_uses_the_tensors_and_its_end_does_not_disturb_the_parent(
     source, child, evicts, kind
@@ -193,6 +195,7 @@ print("ENDED", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
 def test_forked_child_loads_by_itself(source, child, configure, shm_names, inline_nbytes):
     configure(inline_nbytes=inline_nbytes, workers=1)

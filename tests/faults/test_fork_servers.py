@@ -16,6 +16,8 @@ from light_jobs import notes, pids_of, same, wait_until_ended
 import shmload
 from shmload._jobs import crew
 
+pytestmark = pytest.mark.slow
+
 
 def done_in(job, count=20):
     """Return the notes after all items are done."""

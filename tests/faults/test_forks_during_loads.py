@@ -291,6 +291,7 @@ def test_nothing_else_is_done_in_forked_children():
 # Loads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120 + 4 * COUNT)
 @pytest.mark.parametrize(("way", "has_service"), [("plain", False), ("redirected", True)])
 def test_child_that_is_forked_at_any_moment_of_a_load_is_as_ever_and_loads(

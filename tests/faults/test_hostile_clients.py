@@ -128,6 +128,7 @@ def answer_of(client):
         return None
 
 
+@pytest.mark.slow
 def test_damaged_loan_is_decoded_or_refused_by_its_own_error(service, lent):
     process = service()
     wanted = decode(lent)
@@ -195,6 +196,7 @@ def decode(lent, *, source="shard", part="part", nbytes=_NBYTES, pieces=_PIECES)
         return client.decode(_MODEL, [job], lambda nbytes: None, bool)
 
 
+@pytest.mark.slow
 def test_loan_of_the_wrong_kind_is_refused_by_its_own_error(service, lent):
     process = service()
     wanted = decode(lent)

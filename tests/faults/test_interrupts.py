@@ -90,7 +90,6 @@ def test_interrupted_load_leaves_nothing(large, child, configure, shm_names, doo
     assert shm_names() == []
 
 
-@pytest.mark.fast
 def test_interrupted_pipeline_leaves_nothing(saved, child, configure, shm_names):
     # Interrupt after the build, in the wait for weights: imports of the libraries catch any
     # exception.
@@ -167,6 +166,7 @@ def test_load_after_an_interrupted_import_says_to_restart(
     assert said == ["ImportCutShort True"] * 4 + ["nothing"]
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_load_after_an_interrupted_import_of_accelerate_says_to_restart(
     saved, new_child, configure, tmp_path, evicts

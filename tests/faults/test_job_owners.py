@@ -8,6 +8,8 @@ import pytest
 from light_jobs import notes, wait_until_ended, write_server
 from watching import until
 
+pytestmark = pytest.mark.slow
+
 # Runs in a process group of its own, as a shell starts it.
 OWNER = """
 import os, signal, sys, time

@@ -10,6 +10,8 @@ from light_jobs import notes, pids_of, same, wait_readable
 import shmload
 from shmload._jobs import crew, maps, processes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job(light_job):

@@ -54,6 +54,7 @@ for command in (["warm", sys.argv[1]], ["ls"], ["gc"], ["plan", sys.argv[1]], ["
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", UNUSABLE)
 def test_unusable_shared_memory_is_one_sentence(checkpoint, how):
     prepare, reason = UNUSABLE[how]
@@ -88,7 +89,6 @@ print(len(seen), sum(name.startswith("shmload-") for name in os.listdir("/dev/sh
 """
 
 
-@pytest.mark.fast
 def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
     said, left = in_small_shm("-c", TRY, large).stdout.splitlines()
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} 19.08 MiB needed in shared memory")
@@ -130,6 +130,7 @@ with (
 """
 
 
+@pytest.mark.slow
 def test_service_evicts_for_room_that_its_budget_does_not_know_of(large, tmp_path, in_small_shm):
     paths = [tmp_path / f"{number}.safetensors" for number in range(4)]
     for path in paths:
@@ -157,6 +158,7 @@ print(*(info.source for info in shmload.segments()))
 """
 
 
+@pytest.mark.slow
 def test_what_is_kept_and_idle_goes_when_the_room_is_short(tmp_path, in_small_shm):
     paths = [tmp_path / f"{number}.safetensors" for number in range(5)]
     for path in paths:
@@ -206,6 +208,7 @@ for publish in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_shm_that_fills_up_while_a_model_is_published(in_small_shm):
     said, left, made, left_again = in_small_shm("-c", PUBLISH).stdout.splitlines()

@@ -60,6 +60,7 @@ def test_load_goes_on_without_a_service_that_is_killed(at_work):
     assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
 
 
+@pytest.mark.slow
 def test_service_that_is_told_to_end_in_the_middle_hands_over_nothing_half(at_work, shard):
     process, client = at_work
     process.process.terminate()
@@ -79,6 +80,7 @@ def test_workers_of_a_killed_service_end(service):
     assert len(fds) == 2
 
 
+@pytest.mark.slow
 def test_load_that_requires_the_service_fails_with_it(at_work, configure, child, other_shard):
     process, client = at_work
     configure(service="require")
@@ -99,6 +101,7 @@ def test_service_that_stands_still_is_given_up(service, shard, configure):
     assert status().misses == 0
 
 
+@pytest.mark.slow
 def test_service_that_stops_in_the_middle_is_given_up(
     service,
     shard,
@@ -195,6 +198,7 @@ def test_lease_goes_with_the_last_process_that_has_it(service, child, shard):
     assert len(shmload.evict(shard)) == 1
 
 
+@pytest.mark.slow
 def test_client_killed_during_its_load_does_not_hold_up_the_next(at_work, other_shard, shard):
     process, client = at_work
     client.process.kill()
@@ -226,6 +230,7 @@ def test_worker_that_died_while_idle_is_replaced(service, shard):
     assert status().misses == 2
 
 
+@pytest.mark.slow
 def test_worker_killed_in_the_middle_is_replaced(at_work):
     process, client = at_work
     for worker in workers_of(process):

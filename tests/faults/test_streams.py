@@ -94,6 +94,7 @@ def test_hollow_segment_takes_no_memory(large, monkeypatch):
     assert max(blocks) < 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [DIE_ONCE, STOP_ONCE], ids=["killed", "stopped"])
 def test_worker_that_is_lost_is_replaced(large, workers_that, harm):
     starts = workers_that(harm, stall_timeout_s=1)
@@ -127,6 +128,7 @@ def test_shard_that_is_cut_short_during_the_load_is_an_error(large, before_decod
     assert device.pending == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [0, 1, 100])
 def test_device_that_fails_ends_the_load(large, shm_names, fails_at):
     device = LateDevice(fails_at=fails_at)

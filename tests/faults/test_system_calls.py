@@ -66,6 +66,7 @@ READS = "preadv,preadv2"
 # Reading ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_strace
 @WORKERS
 @pytest.mark.parametrize(

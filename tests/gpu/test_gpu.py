@@ -156,6 +156,7 @@ def test_two_loads_leave_nothing_on_the_device(saved, base_line):
         assert base_line() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, "1MiB"])
 def test_full_device_is_an_error_and_the_next_load_works(large_model, device, base_line, limit):
     before = base_line()
@@ -195,6 +196,7 @@ def large_model(tmp_path):
     return save_with_large_tensors(tmp_path / "large")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_large_tensors_of_segments_arrive(large_model, device, evicts, keep):
     wanted = reference(large_model, torch.bfloat16)

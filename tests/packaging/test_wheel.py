@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from children import run_to_end
 
+pytestmark = pytest.mark.slow
+
 _ROOT = Path(__file__).parents[2]
 _FOLDERS = {
     "shmload": "shmload",

@@ -35,6 +35,7 @@ class Ranks:
             bufsize=0,
         )
         self._received = b""
+        self._read_line()  # it is ready: no test is blamed for its imports
 
     def run(self, job, world_size, folder, **kwargs):
         """Run a job in `world_size` ranks and return each rank's result.
@@ -71,6 +72,7 @@ class Ranks:
 def fork_ranks():
     """Run the jobs requested on stdin, one per line."""
     jobs = importlib.import_module(sys.argv[1])
+    print(_MARK.decode(), flush=True)
     for line in sys.stdin:
         ask = json.loads(line)
         started = [

@@ -45,6 +45,7 @@ class WarmPython:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
             )
+        self.ask({"ready": True})  # here and not in the first test, which is not to be blamed
 
     def start(self, program, arguments, *, stdout=subprocess.PIPE, stderr):
         """Start a program with the variables and the working directory of this process.

@@ -113,6 +113,7 @@ def commands(folder, environment, locale):
         server.stdin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "locale"),

@@ -4,7 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from children import run_to_end
+
+pytestmark = pytest.mark.slow
 
 _SOAK = Path(__file__).parents[3] / "scripts" / "soak"
 

@@ -73,7 +73,7 @@ def assert_same(got, reference):
 # Results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_results_are_those_of_a_loop_with_the_library(job, source):
     assert_same(job.map(encode, range(20)), wanted(source, range(20)))
@@ -265,6 +265,7 @@ def test_gpu_without_a_driver_is_refused_at_once(source, monkeypatch, devices):
         dataprep.Job(source, devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_not_there_are_an_error(source, monkeypatch):
     monkeypatch.setattr("shmload._runtimes.kinds.may_have_accelerators", lambda: True)
@@ -291,6 +292,7 @@ def test_pipeline_that_cannot_be_loaded_is_its_own_error(copied):
 # One copy -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_processes_have_no_weights_of_their_own(large_pipeline):
     def measure(pipe, item):

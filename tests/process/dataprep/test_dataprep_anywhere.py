@@ -121,6 +121,7 @@ def run(place, *command, program=None):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["script", "-c", "stdin", "cells"])
 def test_program_needs_no_guard_and_no_module(place, how):
     command, program = {
@@ -237,11 +238,13 @@ def said(place):
     return dict(line.split(": ", 1) for line in run(place, "contexts.py").splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_job_works_in(said, way):
     assert said[way] == "[0, 2, 4, 6, 8]"
 
 
+@pytest.mark.slow
 def test_no_way_was_forgotten(said):
     assert list(said) == WAYS
 
@@ -275,6 +278,7 @@ print("EXIT", process.exitcode, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_job_with_a_pipeline_works_in_a_thread_of_a_daemonic_process(saved, child, shm_names):
     owner = child(DEEP, saved("stable-diffusion"))
     assert owner.expect("SAME") == "4 {'torch.bfloat16'}"

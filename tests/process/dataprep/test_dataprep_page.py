@@ -62,6 +62,7 @@ def test_wrong_argument_would_be_noticed():
         inspect.signature(dataprep.Job.map).bind(None, None, None, as_complete=True)
 
 
+@pytest.mark.slow
 def test_first_job_runs(saved, tmp_path):
     paths = []
     for number in range(3):

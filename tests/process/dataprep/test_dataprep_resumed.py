@@ -38,6 +38,7 @@ print("ADDED", made.added, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_killed_job_goes_on_and_does_nothing_twice(
     light_server, pipeline, child, tmp_path, folder, log
 ):
@@ -109,6 +110,7 @@ def failing_until(mark, log):
     return work
 
 
+@pytest.mark.slow
 def test_error_stops_the_job_and_the_next_goes_on(light_job, pipeline, tmp_path, folder, log):
     work = failing_until(tmp_path / "mark", log)
     job = light_job()

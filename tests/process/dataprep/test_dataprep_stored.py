@@ -36,6 +36,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.slow
 def test_arrays_and_tensors_of_all_kinds_arrive_as_they_are(light_job, folder):
     job = light_job()
     job.write(lambda pipe, item: item, [ARRAYS, TENSORS, {}], folder)
@@ -51,6 +52,7 @@ def test_arrays_and_tensors_of_all_kinds_arrive_as_they_are(light_job, folder):
         assert tensors[name].to(torch.complex128).tolist() == tensor.to(torch.complex128).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "stored"),
     [

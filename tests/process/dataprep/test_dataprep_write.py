@@ -38,6 +38,7 @@ def encode(pipe, item):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 def test_results_are_those_of_a_loop_with_the_library(saved, tmp_path):
     source = saved("stable-diffusion")
@@ -152,6 +153,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_stored_are_errors_of_their_items(light_job, folder):
     def evaluate(pipe, expression):
         import numpy as np

@@ -111,6 +111,7 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_gives_the_bytes_of_a_serial_run(
     saved, pictures, tmp_path, warm_python
 ):

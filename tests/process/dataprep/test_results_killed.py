@@ -11,6 +11,8 @@ from storing import COUNT, content_of, done_in, run
 import shmload
 from shmload._results.names import FORMATS
 
+pytestmark = pytest.mark.slow
+
 START = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])

@@ -107,6 +107,7 @@ def digest_of(vae):
     return hashlib.sha256(b"".join(map(as_bytes, vae.state_dict().values()))).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "method", "given"),
     [
@@ -160,6 +161,7 @@ print(*hashes, mapped._fingerprint, *embedding.shape[:2])
 """
 
 
+@pytest.mark.slow
 def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_names, monkeypatch):
     from datasets import Dataset  # not while all tests are collected
 
@@ -181,6 +183,7 @@ def test_datasets_finds_what_it_has_mapped_again(copied, run, tmp_path, shm_name
     assert shm_names() == []
 
 
+@pytest.mark.slow
 def test_hash_of_a_handle_is_that_of_what_it_stands_for(saved):
     from datasets.fingerprint import Hasher
 

@@ -40,7 +40,6 @@ def shared_names():
     return sorted(info.name for info in shmload.segments() if info.is_shared and info.is_leased)
 
 
-@pytest.mark.fast
 @pytest.mark.libraries
 def test_handle_is_small_and_gives_the_same_pipeline(handle, source):
     crossing = pickle.dumps(handle)

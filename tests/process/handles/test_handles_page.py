@@ -28,6 +28,7 @@ def test_each_example_is_run_below():
     assert all(_SOURCE in example for example in examples())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(len(_PRINTS)), ids=_PRINTS)
 def test_example_runs(saved, tmp_path, monkeypatch, warm_python, shm_names, place):
     monkeypatch.setenv(FINALIZES, "1")

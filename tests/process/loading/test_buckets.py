@@ -74,6 +74,7 @@ def test_pipeline_of_a_bucket(server, saved, dtype):
     assert dict(server.asked) == {"list": 1}  # nothing else was replaced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gs", "az", "server"])
 def test_pipeline_of_another_place(server, saved, kind):
     got = shmload.load_pipeline(f"{server.url_in(kind)}/sd", dtype=torch.bfloat16)
@@ -94,6 +95,7 @@ def test_model_of_a_bucket(server, saved, family, component, name):
         assert torch.equal(got.state_dict()[path], tensor)
 
 
+@pytest.mark.slow
 def test_weights_in_shards(server, saved, tmp_path):
     pipe = reference(saved("stable-diffusion"))
     pipe.unet.save_pretrained(tmp_path / "unet", max_shard_size="100KB")
@@ -217,6 +219,7 @@ def test_object_that_cannot_be_read(server, configure):
     assert shmload.segments() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("healthy", [0, 1, 3])
 def test_server_that_answers_errors_to_everything_ends_each_load(
     server, configure, healthy, shm_names
@@ -255,6 +258,7 @@ shmload.warm(sys.argv[1], progress=fork_and_stop)
 """
 
 
+@pytest.mark.slow
 def test_workers_leave_a_killed_loader_although_the_server_stalls(server, configure, child):
     configure(inline_nbytes=0, workers=2, remote_timeout_s=60)
     server.objects["t/model.safetensors"] = save({"a": torch.rand(300, 1000)})
@@ -383,6 +387,7 @@ def test_empty_object_is_truncated(server):
 # Web servers, and what is not read ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variant_on_a_web_server(server, saved, tmp_path):
     pipe = reference(saved("stable-diffusion"), torch.float16)
     pipe.save_pretrained(tmp_path / "sd", variant="fp16")
@@ -422,6 +427,7 @@ def test_names_that_nobody_asks_for_are_not_found_on_a_web_server(server):
         shmload.load_state_dict(f"{server.url}/lora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "server"])
 @pytest.mark.parametrize(
     ("name", "pickled"),
@@ -562,6 +568,7 @@ def give_away(path):
     os.chown(path, 65534, 65534, follow_symlinks=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "harm"),
     [

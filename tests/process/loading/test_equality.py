@@ -65,7 +65,6 @@ def copy_weight(model):
     model.register_buffer("copied", model.conv_in.weight.detach().clone())
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures("either_order")
 @pytest.mark.parametrize("look", [note_sum, copy_weight])
 def test_weights_that_the_library_looks_at_while_it_loads_are_there(
@@ -81,7 +80,6 @@ def test_weights_that_the_library_looks_at_while_it_loads_are_there(
     assert_loads_equal(large_pipeline, "bf16")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_generate_the_same(saved, family):
     got = run(shmload.load_pipeline(saved(family), torch_dtype=torch.float32))

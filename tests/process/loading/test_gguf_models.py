@@ -58,6 +58,7 @@ def private_of(model):
     return {name for name, each in model.state_dict().items() if spans.find(each) is None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

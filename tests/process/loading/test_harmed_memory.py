@@ -60,6 +60,7 @@ def remembered():
     return {path for path in files if not path.name.startswith("lock")}
 
 
+@pytest.mark.slow
 def test_harmed_stores_are_not_believed_and_are_written_anew(load):
     load()
     assert {path.parent.name for path in remembered()} == _STORES
@@ -76,6 +77,7 @@ def test_harmed_stores_are_not_believed_and_are_written_anew(load):
             assert found.st_size > nbytes // 2, (harm, path)
 
 
+@pytest.mark.slow
 def test_loads_go_on_while_everything_is_removed_again_and_again(load, monkeypatch):
     read = Memo.read
 
@@ -88,5 +90,6 @@ def test_loads_go_on_while_everything_is_removed_again_and_again(load, monkeypat
     load()
 
 
+@pytest.mark.slow
 def test_loads_go_on_where_nothing_can_be_written(load):
     load(cache_dir="/proc/nowhere")

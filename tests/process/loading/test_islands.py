@@ -53,6 +53,7 @@ def without(tmp_path):
     return copy
 
 
+@pytest.mark.slow
 def test_pipelines_and_models_are_loaded_without_any_island(without, saved, evicts, tmp_path):
     environment = without(*ISLANDS)
     command = [sys.executable, "-P", "-c", _LOAD, tmp_path, saved("stable-diffusion")]

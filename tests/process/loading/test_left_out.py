@@ -38,7 +38,6 @@ def pipeline(tmp_path, evicts):
 # Weights of another kind --------------------------------------------------------------------------
 
 
-@pytest.mark.fast
 def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, command, caplog):
     path = pipeline / "unet" / "diffusion_pytorch_model.bin"
     caplog.set_level(logging.INFO, "shmload")

@@ -93,6 +93,7 @@ def test_later_loads_have_the_bytes_of_the_first(load, one_file):
     assert info.nbytes < sum(each.nbytes for each in pipe.text_encoder_2.parameters())
 
 
+@pytest.mark.slow
 def test_another_process_has_them_too(load, one_file, new_child):
     load()
     child = new_child(
@@ -142,6 +143,7 @@ def test_what_does_not_stay_is_not_shared(load, others):
     assert made_segments() == []
 
 
+@pytest.mark.slow
 def test_what_replaced_code_makes_is_another_processs_in_neither_direction(load, monkeypatch):
     plain = load().text_encoder_2.state_dict()
     plain = {name: each.clone() for name, each in plain.items()}

@@ -139,6 +139,7 @@ def test_older_specs_are_refused(source, monkeypatch):
         shmload.load_pipeline(source)
 
 
+@pytest.mark.slow
 def test_copy_of_a_repository(whole, tmp_path):
     moved = shutil.copytree(whole, tmp_path / "moved")
     for source in (whole, str(moved), moved):
@@ -146,6 +147,7 @@ def test_copy_of_a_repository(whole, tmp_path):
         assert_equal(got, load(source, _BF16), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name, tmp_path):
     """Its blocks, specs and configuration, with one small model for each of its models."""
@@ -312,6 +314,7 @@ def test_trust_is_for_the_repository_alone(saved, tmp_path):
 # Sharing ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_lie_in_the_segments_of_every_pipeline_of_the_same_bytes(saved, source, command):
     report = shmload.warm(source, dtype="bfloat16")
     assert report.read_nbytes

@@ -193,6 +193,7 @@ def refuses_unpickling(monkeypatch):
     return lambda: monkeypatch.setattr(unpickled, "_MODULE", "shmload._version")
 
 
+@pytest.mark.slow
 def test_what_torch_unpickles_is_shared(copied, evicts, refuses_unpickling):
     source = rewrite(copied("stable-diffusion"))
     for component, save in (("vae", _strided), ("text_encoder", _older)):
@@ -217,6 +218,7 @@ def test_what_torch_unpickles_is_shared(copied, evicts, refuses_unpickling):
     assert len(shmload.segments()) == len(planned.shards)
 
 
+@pytest.mark.slow
 def test_transposed_model_of_transformers_is_left_to_it(copied):
     folder = rewrite(copied("flux"), _strided) / "text_encoder_2"
     got = shmload.load_model("T5EncoderModel", folder)
@@ -239,6 +241,7 @@ def test_file_of_many_names_for_one_storage_takes_no_room(tmp_path, evicts):
     assert len(shmload.segments()) == 1
 
 
+@pytest.mark.slow
 def test_state_dict_and_a_process_that_dies(tmp_path, refuses_unpickling, evicts):
     path = tmp_path / "model.pt"
     whole = torch.arange(24.0).reshape(4, 6)
@@ -281,6 +284,7 @@ class _Calls:
         return print, ("called",)
 
 
+@pytest.mark.slow
 def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
     path = tmp_path / "model.bin"
     torch.save({"a": torch.ones(2), "b": _Calls()}, path)

@@ -63,6 +63,7 @@ def test_each_example_is_run_below():
     assert all(_SOURCE in example for example in examples())
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 @pytest.mark.parametrize("place", range(len(_TRIALS)), ids=_TRIALS)
 def test_example_runs(saved, lora, tmp_path, warm_python, evicts, place):

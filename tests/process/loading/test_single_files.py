@@ -185,6 +185,7 @@ def test_weights_that_are_computed_with_are_not_cast_before(one_file, monkeypatc
     assert "diffusers computes with these weights (div)" in caplog.text
 
 
+@pytest.mark.slow
 def test_file_that_torch_unpickles_is_shared(one_file, tmp_path, evicts):
     config, path = one_file("stable-diffusion", ".ckpt")
     tensors = torch.load(path)["state_dict"]

@@ -44,6 +44,7 @@ def unshare():
     return command
 
 
+@pytest.mark.slow
 def test_weights_of_a_slow_mount_are_read_once_in_long_reads(unshare, tmp_path):
     weight = torch.randn(_ROWS, 1 << 18, generator=torch.Generator().manual_seed(0))
     source, target = tmp_path / "source", tmp_path / "target"

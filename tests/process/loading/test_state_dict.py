@@ -105,7 +105,6 @@ def descriptors():
 # Equality -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [None, *FLOATS], ids=str)
 def test_file_equals_safetensors(single, evicts, dtype, keep):

@@ -15,7 +15,6 @@ from warming import TENSORS, as_bf16, assert_same
 import shmload
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("keep", [False, True])
 def test_view_of_a_file_is_a_file_of_that_name(checkpoint, shm_names, keep):
     with shmload.view(checkpoint, torch_dtype=torch.bfloat16, keep=keep) as path:
@@ -106,7 +105,6 @@ def test_views_of_one_source_do_not_disturb_each_other(checkpoint):
     assert [info.is_leased for info in shmload.segments()] == [False]
 
 
-@pytest.mark.fast
 def test_view_of_a_pipeline_replaces_the_weights_of_some_components(tmp_path, evicts):
     source = tmp_path / "pipeline"
     index = {"_class_name": "P"}

@@ -20,7 +20,6 @@ from shmload._segments.names import name_prefix
 # Warm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast
 def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     first = shmload.warm(folder, torch_dtype=torch.bfloat16)
     assert first.source == str(folder)
@@ -98,7 +97,6 @@ def test_rest_is_decoded_where_a_part_is_resident(folder):
     assert report.read_nbytes == NBYTES - alone.read_nbytes
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_make_the_same_segments(folder, configure, workers, worker_pids):
     inline = shmload.warm(folder, torch_dtype=torch.bfloat16)
@@ -130,7 +128,6 @@ def test_misspelled_argument_is_refused(checkpoint, call):
         call(checkpoint, tocrh_dtype=torch.bfloat16)
 
 
-@pytest.mark.fast
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
     process = child(
         """
@@ -161,7 +158,6 @@ shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=stop)
     assert shm_names() == []
 
 
-@pytest.mark.fast
 def test_interrupt_at_the_start_of_the_thread_leaves_nothing(checkpoint, monkeypatch, shm_names):
     start = Background.start
 

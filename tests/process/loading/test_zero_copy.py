@@ -35,7 +35,6 @@ def test_same_dtype_maps_the_files_themselves(saved):
         assert mappings.find(tensor)[1].startswith(str(source))
 
 
-@pytest.mark.fast
 def test_writing_is_private(saved, evicts):
     source = saved("flux")
     first = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
@@ -68,6 +67,7 @@ def test_weight_that_is_changed_while_the_pipeline_is_built(saved, monkeypatch, 
     assert_equal(got, reference(source, torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_first_pipeline_of_a_program_goes_with_its_last_user(saved, new_child, evicts):
     """Its imports leave circles of frames, and a frame keeps what its callers have made."""
     code = """

@@ -44,6 +44,7 @@ def program(offloading, saved):
     return lambda code: offloading(saved("stable-diffusion"), f"{BEGIN}{code}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
 def test_weights_lie_in_their_segments_after_each_run(program, move):
     skip_what_is_lacking(move)

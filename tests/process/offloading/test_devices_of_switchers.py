@@ -36,6 +36,7 @@ def program(offloading, saved):
     return lambda code: offloading(saved("stable-diffusion"), f"{BEGIN}{code}")
 
 
+@pytest.mark.slow
 def test_shared_weights_are_copied_once_and_none_is_read_back(program):
     program("""
 with switcher() as s:
@@ -57,6 +58,7 @@ with switcher() as s:
 """)
 
 
+@pytest.mark.slow
 def test_copies_go_for_others_and_weights_are_in_their_segments_again(program):
     program("""
 models = {"base": sys.argv[1], "half": {"source": sys.argv[1], "dtype": "float16"}}
@@ -94,6 +96,7 @@ with switcher(device_budget=size // 2) as s:
 """)
 
 
+@pytest.mark.slow
 def test_pipeline_on_a_device_is_updated(program):
     program("""
 pipe = o.load("shm:x", keep=False)
@@ -112,6 +115,7 @@ o.require_equal(pipe, values["y"])
 """)
 
 
+@pytest.mark.slow
 def test_weights_that_a_process_has_changed_are_no_copies_of_others(program):
     program("""
 with switcher() as s:

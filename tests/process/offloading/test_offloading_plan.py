@@ -13,6 +13,7 @@ pytestmark = [
 CALLS = {"model": 0, "blocks": 3, "leaves": 4, "sequential": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_weights_on_the_device_are_what_the_plan_says(offloading, saved, call):
     skip_what_is_lacking(call)

@@ -133,6 +133,7 @@ assert all("to_q" in name for name in o.outside(pipe.unet))
     )
 
 
+@pytest.mark.slow
 def test_mix_comes_home_with_its_fuse(offloading, saved):
     offloading(
         saved("stable-diffusion"),
@@ -178,6 +179,7 @@ assert len(shmload.segments()) == 1
     )
 
 
+@pytest.mark.slow
 def test_threads_offload_at_once(offloading, saved):
     offloading(
         saved("stable-diffusion"),

@@ -88,7 +88,6 @@ def test_nothing_of_the_host_is_held_afterwards(saved, accelerators, streams):
     assert all(is_on_accelerator(p) for m in models_of(got).values() for p in m.parameters())
 
 
-@pytest.mark.fast
 def test_resident_segments_are_used(saved, accelerators, streams, evicts):
     source = saved("flux")
     shmload.warm(source, torch_dtype=torch.bfloat16)

@@ -32,6 +32,7 @@ def test_pipelines_load_and_differ_only_in_dtype(tmp_path):
         assert tensor.numel() < 16 or 0.01 < tensor.std() < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_gpu_is_one_sentence(tmp_path, warm_python, monkeypatch):
     monkeypatch.delenv("BENCH_DEVICE", raising=False)

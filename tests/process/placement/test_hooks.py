@@ -118,6 +118,7 @@ def pretend(child):
     return ask
 
 
+@pytest.mark.slow
 def test_outputs_come_back_to_where_inputs_were(pretend):
     # One process for all cases: its imports take longer than they do.
     assert {repr(case): pretend(*case) for case in _CASES} == dict.fromkeys(

@@ -268,6 +268,7 @@ def test_what_cannot_be_planned_is_one_line(saved, capsys, code, arguments, mess
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_all_that_the_program_says(saved):
     options = ("--inventory", "1KiB", "--device-map", "balanced")
     # A new Python: the libraries say some things when they are imported.

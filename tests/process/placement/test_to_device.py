@@ -11,7 +11,6 @@ from shmload._placement.inventory import parse_inventory
 pytestmark = pytest.mark.libraries
 
 
-@pytest.mark.fast
 def test_any_module_goes_to_a_device(accelerators):
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     wanted = {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -103,6 +103,7 @@ def test_styles_are_switched_without_an_effect_on_each_other(saved, loras):
             unet.conv_in.weight.zero_()  # stays this pipeline's own
 
 
+@pytest.mark.slow
 def test_first_mix_decodes_while_it_imports_the_libraries(saved, loras, new_child):
     child = new_child(
         """
@@ -165,6 +166,7 @@ def hash_of(model):
     return known["hash_of"](model)
 
 
+@pytest.mark.slow
 def test_lora_is_fused_once_whatever_is_warm(saved, loras, child):
     source, given = saved("stable-diffusion"), [(loras[0], 0.7)]
     wanted = hash_of(fused(source, loras[:1], scale=0.7).unet)
@@ -219,6 +221,7 @@ def usage():
     return [len(os.listdir("/proc/self/fd")), mappings, names], anonymous
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_500_switches_give_the_same_bytes_and_let_nothing_grow(saved, loras):
     source, given = saved("stable-diffusion"), {"components": ["unet"], "progress": False}

@@ -258,6 +258,7 @@ def test_both_go_in_one_call(load, saved):
     assert len(shmload.evict("shm:vae@1", saved("stable-diffusion"))) == 2
 
 
+@pytest.mark.slow
 def test_segment_of_a_changed_file_stays_while_it_is_needed(copied, new_child):
     source = copied("stable-diffusion")
     builder = new_child(f"{BEGIN}print(shmload.publish(model, 'vae').source, flush=True)", source)
@@ -291,6 +292,7 @@ def test_other_versions_of_the_libraries_are_refused(load, monkeypatch):
 # The command line ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands_know_it(load, tmp_path):
     shmload.publish(load(), "vae")
     gc.collect()

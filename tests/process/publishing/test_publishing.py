@@ -53,6 +53,7 @@ def test_unchanged_pipeline_is_returned_and_nothing_is_copied(saved, load, famil
     assert copied_nbytes(got) == 0
 
 
+@pytest.mark.slow
 def test_another_process_gets_it_and_copies_nothing(load, new_child):
     pipe = load()
     with torch.no_grad():
@@ -113,6 +114,7 @@ pipe.unet.register_buffer("tail", both[8:], persistent=False)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_pipeline_is_returned_as_it_is(load, change):

@@ -58,6 +58,7 @@ def test_second_load_quantises_nothing_and_copies_nothing(load, saved):
     assert not [info for info in shmload.segments() if info.is_pinned]
 
 
+@pytest.mark.slow
 def test_another_process_attaches_it(load, saved, new_child):
     model = load()
     child = new_child(

@@ -73,6 +73,7 @@ def resident():
 # One thread ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pipeline_is_what_the_library_loads_and_stays_the_same_object(made, sources):
     switcher = made(sources, "1GiB")
     with switcher.use("a") as pipe:
@@ -101,6 +102,7 @@ def test_least_recently_used_goes_with_its_memory(made, sources, size, room):
     assert (figures.loads, figures.given_up) == (3, 1)  # a was used after b, so b went
 
 
+@pytest.mark.slow
 def test_what_comes_soon_goes_last(made, sources, size, room):
     switcher = made(sources, room(2))
     for name in "ab":
@@ -122,6 +124,7 @@ def test_what_is_idle_in_memory_goes_too(made, sources, size, room):
         assert resident() == 2 * size
 
 
+@pytest.mark.slow
 def test_what_is_pinned_stays_and_counts(made, sources, size, room):
     shmload.warm(sources["a"], pin=True, progress=False)
     switcher = made(sources, room(2))
@@ -159,6 +162,7 @@ def test_pipeline_that_went_is_empty(made, sources, room):
             _ = pipe.unet
 
 
+@pytest.mark.slow
 def test_copy_that_the_program_keeps_counts(made, sources, size, room):
     switcher = made(sources, room(2))
     with switcher.use("a") as pipe:
@@ -177,6 +181,7 @@ def test_copy_that_the_program_keeps_counts(made, sources, size, room):
         assert resident() == 2 * size
 
 
+@pytest.mark.slow
 def test_shared_parts_count_once(made, saved, size):
     base = saved("stable-diffusion")
     pipe = shmload.load_pipeline(base, keep=True, progress=False)
@@ -191,6 +196,7 @@ def test_shared_parts_count_once(made, saved, size):
         assert resident() <= switcher.figures.held_nbytes < resident() + size // 10
 
 
+@pytest.mark.slow
 def test_style_is_mixed_when_it_is_first_used_and_attached_later(made, sources, lora, size):
     models = {"plain": sources["a"], "ink": {"source": sources["a"], "loras": [(lora, 0.5)]}}
     wanted = reference(sources["a"])
@@ -210,6 +216,7 @@ def test_style_is_mixed_when_it_is_first_used_and_attached_later(made, sources, 
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_random_switches_keep_the_bound_and_the_results(made, sources, size, number):
     wanted = {name: run(reference(source)) for name, source in sources.items()}
@@ -345,6 +352,7 @@ def test_wait_ends_with_its_time(made, sources, room, configure):
     assert "a" in str(errors[0])
 
 
+@pytest.mark.slow
 def test_next_pipeline_is_loaded_while_this_one_runs(made, sources):
     switcher = made(sources, "1GiB")
     with switcher.use("a", then=["b"]), switcher._turns.changed:
@@ -358,6 +366,7 @@ def test_next_pipeline_is_loaded_while_this_one_runs(made, sources):
     assert switcher.figures.loads == 3
 
 
+@pytest.mark.slow
 def test_threads_that_want_all_of_them_all_get_them(made, sources, size, room):
     wanted = {name: reference(source).unet.conv_in.weight for name, source in sources.items()}
     switcher = made(sources, room(2))

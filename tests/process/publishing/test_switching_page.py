@@ -74,6 +74,7 @@ def ask(url, data=None):
         return answer.read()
 
 
+@pytest.mark.slow
 def test_server_makes_all_pictures_within_its_budget(folder, new_child, monkeypatch):
     for name in ("fastapi", "uvicorn"):
         pytest.importorskip(name)

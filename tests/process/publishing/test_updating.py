@@ -206,6 +206,7 @@ for pid in readers:
 """
 
 
+@pytest.mark.slow
 def test_four_readers_follow_a_trainer_that_does_not_wait_for_them(trained, new_child):
     pipe, publish = trained()
     publish()
@@ -237,6 +238,7 @@ def test_version_that_is_removed_stays_with_who_has_it(trained):
         shmload.update(reader, "shm:trained@1")
 
 
+@pytest.mark.slow
 def test_reader_that_is_killed_in_the_middle_harms_nobody(trained, new_child):
     pipe, publish = trained()
     made = publish()

@@ -35,6 +35,7 @@ def large_source(tmp_path_factory):
 # Equality -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "component", "dtype", "world_size"),
     [
@@ -55,6 +56,7 @@ def test_sharded_model_is_the_ordinary_one(
     assert max(parts) < 1.3 / world_size  # uneven remainders are all on the first ranks
 
 
+@pytest.mark.slow
 def test_model_sharded_in_two_copies_is_the_ordinary_one(ranks, saved, tmp_path, evicts):
     source = str(saved("flux"))
     parts = ranks.run(
@@ -75,6 +77,7 @@ def test_sharded_model_with_tied_weights_trains_like_the_ordinary_one(
     ranks.run("train", 2, tmp_path, source=str(saved("wan")), component="text_encoder")
 
 
+@pytest.mark.slow
 def test_partitions_make_the_ordinary_model(ranks, saved, tmp_path, evicts):
     ranks.run("gather", 4, tmp_path, source=str(saved("wan")), component="transformer")
 
@@ -87,6 +90,7 @@ def test_parts_are_those_of_torch(ranks, tmp_path, job):
 # Memory and deaths --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp", "zero"])
 def test_no_rank_holds_the_whole_model(ranks, large_source, tmp_path, evicts, how):
     shmload.warm(large_source, torch_dtype="bfloat16")

@@ -107,6 +107,7 @@ def launch(tmp_path, warm_python, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 @pytest.mark.parametrize(
     ("launcher", "size", "traces"),
@@ -135,6 +136,7 @@ def test_source_is_read_once_for_all_ranks(
     assert shm_names() == []
 
 
+@pytest.mark.slow
 def test_restarted_ranks_read_nothing(saved, launch, shm_names):
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1")
     launcher = ("torch.distributed.run", "--standalone", *options)

@@ -13,6 +13,7 @@ _PAGE = Path(__file__).parents[3] / "docs" / "ranks.md"
 _PRINTS = {"fsdp": "", "zero": "torch.Size([16, 32])" * 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", _PRINTS)
 def test_program_runs(saved, tmp_path, monkeypatch, warm_python, shm_names, module):
     programs = re.findall(r"^```python\n(# torchrun .*?)^```", _PAGE.read_text(), re.M | re.S)

@@ -18,6 +18,7 @@ import shmload
 if not importlib.util.find_spec("ray"):
     pytest.skip("there is no Ray", allow_module_level=True)
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("evicts"),
     pytest.mark.timeout(300),  # more than a cluster's own deadline, which says what is wrong
 ]

@@ -157,6 +157,7 @@ def test_second_load_reads_nothing(saved, ways, monkeypatch):
     assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
 
 
+@pytest.mark.slow
 def test_skeletons_are_used(saved, ways, skeletons, built):
     source = str(saved("stable-diffusion"))
     with shmload.redirect():
@@ -329,6 +330,7 @@ def test_hub_id_offline(saved, hub_cache, ways, name):
 # Imports ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "import diffusers, transformers; "], ids=["none", "all"])
 def test_classes_are_patched_when_they_are_imported(new_child, before):
     code = f"""

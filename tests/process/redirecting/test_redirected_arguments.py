@@ -149,6 +149,7 @@ def test_pipeline(saved, ways, cls, kwargs, way):
     assert made is None or type(made).__module__ != "builtins"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "subfolder", "kwargs", "way"), _MODELS, ids=_name)
 def test_model(saved, ways, cls, subfolder, kwargs, way):
     source = str(saved("stable-diffusion"))

@@ -139,6 +139,7 @@ def test_adapters(saved, tmp_path):
     assert_component_equal(again, before, "unet")
 
 
+@pytest.mark.slow
 def test_other_uses(saved):
     source = str(saved("stable-diffusion"))
     got, wanted = both(

@@ -21,6 +21,7 @@ def handle(source):
         yield shared
 
 
+@pytest.mark.slow
 def test_pipeline_from_a_skeleton(source, skeletons, shm_names):
     for _ in range(2):
         pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, share=True)
@@ -115,6 +116,7 @@ def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, h
     assert shm_names() == []
 
 
+@pytest.mark.slow
 def test_daemonic_children_end_first_where_shmload_was_imported_first(source, new_child, shm_names):
     process = new_child("import shmload\n" + MULTIPROCESSING, source, "open")
     process.expect("USED")

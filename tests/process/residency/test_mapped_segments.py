@@ -52,7 +52,6 @@ def test_what_was_loaded_through_a_view_is_in_use(checkpoint):
     assert len(shmload.evict(checkpoint)) == 1
 
 
-@pytest.mark.fast
 def test_what_an_unknown_program_maps_is_in_use(checkpoint, map_through_view):
     program = map_through_view(checkpoint)
     assert is_leased() == [True]

@@ -57,7 +57,6 @@ def names_of(found):
     return [(model.name, model.dtype, model.components) for model in found]
 
 
-@pytest.mark.fast
 def test_models_are_listed_with_what_they_share(pipelines):
     for folder in pipelines:
         warm(folder)

@@ -14,7 +14,6 @@ import shmload
 pytestmark = pytest.mark.libraries
 
 
-@pytest.mark.fast
 def test_kept_segments_are_attached_and_nothing_is_read(saved, shm_names, evicts):
     source = saved("wan")
     before = shmload.plan(source, torch_dtype=torch.bfloat16)
@@ -73,7 +72,6 @@ def test_progress_of_a_pipeline_counts_to_the_end(saved, configure):
     assert seen[-1] == (total, total)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("attached", [False, True])
 def test_lease_lasts_as_long_as_the_pipeline(saved, shm_names, evicts, attached):
     source = saved("flux")

@@ -41,7 +41,6 @@ def overwrite_and_set_the_clock_back(path, tensors):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     "change", [replace_file, overwrite_in_place, overwrite_and_set_the_clock_back]
 )
@@ -140,7 +139,6 @@ def damage(name, offset, value=None):
     path.chmod(0o400)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("offset", [4096, 4096 + 1000, -1])
 def test_flipped_byte_is_found(checkpoint, tmp_path, offset):
     (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments

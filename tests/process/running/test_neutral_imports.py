@@ -13,6 +13,8 @@ from running_place import Running
 
 from shmload._templates.start import MODULES
 
+pytestmark = pytest.mark.slow
+
 _TIMEOUT_S = 100.0
 
 # What an import does beside making its module, and what `template ls` says of it.

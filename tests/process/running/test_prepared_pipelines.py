@@ -12,7 +12,7 @@ import stand_in
 import shmload
 
 # What is loaded ahead has the lowest priority: beside other tests it may wait for minutes.
-pytestmark = [pytest.mark.libraries, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(600), pytest.mark.slow]
 _DEADLINE_S = 60.0
 _LOADED_S = 300.0
 _MAX_RUNS = 4

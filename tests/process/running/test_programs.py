@@ -338,6 +338,7 @@ def cold(running, folder, environment):
         yield name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("template")
 def test_one_frame_of_the_template_is_below_a_program(folder, environment):
     code = "import inspect\ndef f(): print([f.function for f in inspect.stack()])\nf()"
@@ -424,6 +425,7 @@ warnings.warn("words")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*_OPTIONS, *_ALONE])
 @pytest.mark.usefixtures("template")
 def test_options_of_python_stand_before_the_program(folder, environment, options):

@@ -1,5 +1,7 @@
 """`shmload run`: packages that import names on first use, and imports in several threads."""
 
+import pytest
+
 _LAZY = """
 import importlib
 _class_to_module = {"Model": "models"}
@@ -19,6 +21,7 @@ print(sys.modules[kind.__module__].Model is kind)
 """
 
 
+@pytest.mark.slow
 def test_module_of_a_lazy_name_is_there_with_it(running):
     """The template has used the name, so the package has kept it."""
     package = running.folder / "site" / "lazy"
@@ -55,6 +58,7 @@ print(sum(found))
 """
 
 
+@pytest.mark.slow
 def test_threads_import_at_once(running):
     """Each module needs the next one; one thread begins at either end. No module runs twice."""
     package = running.folder / "site" / "chain"

@@ -106,6 +106,7 @@ def test_sitecustomize_of_the_user_runs(running, redirected):
     assert ended.stdout == f"{('sitecustomize', str(other))} True\n"
 
 
+@pytest.mark.slow
 def test_verbose_says_each_way(redirected):
     code = "from diffusers.pipelines.pipeline_utils import DiffusionPipeline as pipeline\n"
     code += "pipeline.from_pretrained(1)"
@@ -131,6 +132,7 @@ def test_variables_are_taken_back():
         assert without_redirect(with_redirect("1", before)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.libraries
 @pytest.mark.usefixtures("evicts")
 def test_unchanged_program_gives_the_same(running, saved, tmp_path, warm_python):

@@ -33,6 +33,7 @@ def listed(running):
 # How it ends -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_template_that_is_told_to_end_stays_until_its_last_program_has(
     running, template, start, number
@@ -67,6 +68,7 @@ def test_death_by_signal_is_told_without_the_template(template, start):
     assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_service_holds_a_template_ready(running, template):
     """It starts one where there is none, with the imports of the last one."""
     service = subprocess.Popen(
@@ -136,6 +138,7 @@ def test_template_that_still_imports_is_shown(place):
     assert (len(found["templates"]), found["starting"]) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _UNFIT)
 def test_module_that_no_template_can_import_is_left_out_by_name(place, name):
     (place.packages / f"{name}.py").write_text(_UNFIT[name][0])
@@ -249,6 +252,7 @@ def test_packet_that_is_no_message_is_left_alone(running, template, packet):
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 
 
+@pytest.mark.slow
 def test_template_without_descriptors_costs_the_ordinary_start(running, template):
     used = len(os.listdir(f"/proc/{template}/fd"))
     before = resource.prlimit(template, resource.RLIMIT_NOFILE)
@@ -271,6 +275,7 @@ def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
     assert "in the ordinary way" in ended.stderr
 
 
+@pytest.mark.slow
 def test_another_limit_of_stacks_has_a_template_of_its_own(running, template):
     warm = 'ulimit -s 1000; "$0" -m shmload template warm; "$0" -m shmload run -v -c "print(1)"'
     for _ in range(2):

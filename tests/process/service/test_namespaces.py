@@ -35,6 +35,7 @@ def container(new_child):
     return start
 
 
+@pytest.mark.slow
 def test_containers_share_what_one_service_decodes(container, configure, tmp_path, checkpoint):
     socket = tmp_path / "run" / "service.sock"
     configure(service="require", socket=socket, inline_nbytes=0, workers=1)

@@ -135,6 +135,7 @@ def test_loads_wait_for_the_room_of_those_that_run(service, files):
     assert sum(info.nbytes for info in shmload.segments()) == 2 * _SEGMENT
 
 
+@pytest.mark.slow
 def test_waiting_load_takes_the_service_for_alive_and_says_that_it_waits(
     service, files, configure, caplog, monkeypatch
 ):

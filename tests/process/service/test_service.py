@@ -52,7 +52,6 @@ def test_what_its_caller_decodes_is_a_miss_too(service, checkpoint, configure):
     assert (status().misses, status().hits) == (3, 1)
 
 
-@pytest.mark.fast
 @pytest.mark.libraries
 def test_pipeline_is_the_same(service, saved, worker_pids):
     service()

@@ -174,6 +174,7 @@ def test_preload_makes_resident_what_it_can(preload, shards, tmp_path):
     assert process.errors.count("missing") == 1
 
 
+@pytest.mark.slow
 def test_list_that_does_not_fit_the_budget_is_an_error_in_the_log(preload, shards):
     lines = [f"{shard} bfloat16" for shard in shards[:3]]
     process = preload(*lines, options=("--budget", str(9 << 18)))

@@ -93,6 +93,7 @@ def terminal():
         )
 
 
+@pytest.mark.slow
 def test_keys_pin_and_evict_the_chosen_model(service, checkpoint, terminal):
     service()
     shmload.warm(checkpoint, dtype="bfloat16")
@@ -117,6 +118,7 @@ def test_keys_pin_and_evict_the_chosen_model(service, checkpoint, terminal):
     assert screen.is_as_before
 
 
+@pytest.mark.slow
 def test_terminal_is_restored_at_a_signal(service, terminal):
     service()
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
@@ -130,6 +132,7 @@ def test_terminal_is_restored_at_a_signal(service, terminal):
         assert screen.is_as_before
 
 
+@pytest.mark.slow
 def test_program_ends_with_its_terminal(service, terminal):
     service()
     screen = terminal()
@@ -139,6 +142,7 @@ def test_program_ends_with_its_terminal(service, terminal):
     screen.process.wait(_DEADLINE_S)  # it may fail, since nothing takes its last output
 
 
+@pytest.mark.slow
 def test_model_in_use_is_not_evicted(service, checkpoint, terminal):
     service()
     state = shmload.load_state_dict(checkpoint, "bfloat16")
@@ -152,6 +156,7 @@ def test_model_in_use_is_not_evicted(service, checkpoint, terminal):
     del state
 
 
+@pytest.mark.slow
 def test_terminal_is_restored_at_an_error(service, terminal):
     service()
     code = "import shmload._cli.top as t; t.Desk.press = lambda *a: 1 / 0\n" + PROGRAM
@@ -165,6 +170,7 @@ def test_terminal_is_restored_at_an_error(service, terminal):
     assert screen.is_as_before
 
 
+@pytest.mark.slow
 def test_new_size_is_drawn(service, terminal):
     service()
     screen = terminal(COLUMNS="80", LINES="24")  # as some programs leave them to their children
@@ -175,6 +181,7 @@ def test_new_size_is_drawn(service, terminal):
     assert screen.wait() == 0
 
 
+@pytest.mark.slow
 def test_service_that_ends_is_said_and_found_again(service, terminal):
     service()
     screen = terminal()
@@ -187,6 +194,7 @@ def test_service_that_ends_is_said_and_found_again(service, terminal):
     assert screen.wait() == 0
 
 
+@pytest.mark.slow
 def test_terminal_that_cannot_be_drawn_on_gets_lines(service, terminal):
     service()
     for screen in [terminal(TERM=kind) for kind in ("dumb", "unknown", "")]:
@@ -196,6 +204,7 @@ def test_terminal_that_cannot_be_drawn_on_gets_lines(service, terminal):
         assert b"\x1b[" not in screen.seen
 
 
+@pytest.mark.slow
 def test_without_a_service_the_reason_is_one_line(configure, terminal, tmp_path):
     configure(socket=tmp_path / "run" / "service.sock")
     screen = terminal()

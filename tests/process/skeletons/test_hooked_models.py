@@ -8,7 +8,7 @@ from comparing import assert_component_equal
 import shmload
 from shmload._building.draws import next_number
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import pytest
 from tqdm import tqdm
 
+pytestmark = pytest.mark.slow
+
 # Each is run by the constructor of a model; the name is what the reason must mention.
 EFFECTS = {
     "table.append(1)": "table",

@@ -19,6 +19,8 @@ from shmload._host.idleness import Load, give_way
 from shmload._segments.view import View
 from shmload._settings import settings
 
+pytestmark = pytest.mark.slow
+
 _DEADLINE_S = 30.0
 # Stands for the judge: says that it was started, and holds the lock until the pipe has a writer.
 _WAITS = """

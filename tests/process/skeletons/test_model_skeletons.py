@@ -9,6 +9,8 @@ from comparing import assert_component_equal
 import shmload
 from shmload._building.skeletons import skeletons_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.usefixtures("skeletons")
 @pytest.mark.parametrize(

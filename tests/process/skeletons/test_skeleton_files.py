@@ -14,7 +14,7 @@ import shmload
 from shmload._building import build
 from shmload._building.pickling import PickledModels, Unfit, unpickle_models
 
-pytestmark = pytest.mark.usefixtures("skeletons")
+pytestmark = [pytest.mark.usefixtures("skeletons"), pytest.mark.slow]
 
 
 def flip(path):

@@ -16,7 +16,7 @@ from traces import Messages
 import shmload
 from shmload._building import build
 
-pytestmark = pytest.mark.usefixtures("skeletons")
+pytestmark = [pytest.mark.usefixtures("skeletons"), pytest.mark.slow]
 
 # Models without a skeleton ------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import shmload
 from shmload._building.build import Build
 from shmload._building.skeletons import skeletons_of
 
-pytestmark = pytest.mark.usefixtures("skeletons")
+pytestmark = [pytest.mark.usefixtures("skeletons"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from shmload._building.state import MODES, constants
 from shmload._building.unchanged import Facts
 from shmload._host.fingerprint import files_below
 
+pytestmark = pytest.mark.slow
+
 
 class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -7,8 +7,6 @@ import pytest
 
 import shmload
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(autouse=True)
 def state(configure, tmp_path):

@@ -13,8 +13,6 @@ from warming import TENSORS, as_bf16, assert_same
 import shmload
 from shmload._segments.view_folder import MARKER
 
-pytestmark = pytest.mark.fast
-
 _AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
 

@@ -15,7 +15,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import types
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -65,7 +64,7 @@ def build() -> Path:
     In a process of its own that loads it: a process that has the device is no other test's.
     """
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + _SOURCE.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"shmload-stand-in-{digest.hexdigest()[:12]}"
+    folder = Path(sys.prefix) / f"stand-in-{digest.hexdigest()[:12]}"
     folder.mkdir(exist_ok=True)
     library = folder / "stand_in_device.so"
     with (folder / "turn").open("w") as turn:

@@ -62,6 +62,7 @@ def entry(**changes):
     return {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | changes
 
 
+@pytest.mark.slow
 @given(_tensors, _metadata)
 def test_what_safetensors_writes_is_read(tensors, metadata):
     content = serialize(tensors, metadata)

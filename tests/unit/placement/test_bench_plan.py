@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 _GIB = 1 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rigs"),
     [

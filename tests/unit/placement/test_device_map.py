@@ -208,6 +208,7 @@ def test_printed_map_is_python():
     assert names["device_map"] == device_map
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_shortest_map_means_the_same_and_is_no_longer(data):
     pipeline = tuple(Component(name=c.name, module=c.module) for c in data.draw(components()))

@@ -42,6 +42,7 @@ def test_auto_is_within_3_percent_of_the_optimum(seed):
         assert found.step_nbytes <= least[0] * _TOLERANCE
 
 
+@pytest.mark.slow
 def test_seeds_cover_what_fits_and_what_waits():
     least = [least_cost(*small_pipeline(seed)) for seed in range(60)]
     fits = sum(cost is not None and cost[:2] == (0, 0) for cost in least)

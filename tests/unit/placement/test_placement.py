@@ -61,6 +61,7 @@ def test_placement_keeps_its_promises(pipeline, text, strategy):
     assert place(pipeline, placement.device_map, inventory) == placement
 
 
+@pytest.mark.slow
 @given(components(), st.data())
 def test_explicit_map_is_followed(pipeline, data):
     inventory = parse_inventory("2x10GiB")

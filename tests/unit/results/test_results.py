@@ -161,6 +161,7 @@ _STOPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(_ORDERS, _STOPS)
 def test_killed_and_failed_and_in_any_order_gives_the_same_bytes(serial, orders, stops):

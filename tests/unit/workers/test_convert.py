@@ -276,6 +276,7 @@ def test_short_buffer_raises_value_error(source_nbytes, target_nbytes):
         convert(source, target, 8)
 
 
+@pytest.mark.slow
 def test_torch_is_imported_for_nan_alone():
     program = textwrap.dedent(
         """
