@@ -41,7 +41,6 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
     )
 
 
-@pytest.mark.slow
 def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
     # Four pieces: those queued in the dead worker's socket must be decoded, once.
     path = tmp_path / "model.safetensors"

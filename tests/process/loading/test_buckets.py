@@ -95,7 +95,6 @@ def test_model_of_a_bucket(server, saved, family, component, name):
         assert torch.equal(got.state_dict()[path], tensor)
 
 
-@pytest.mark.slow
 def test_weights_in_shards(server, saved, tmp_path):
     pipe = reference(saved("stable-diffusion"))
     pipe.unet.save_pretrained(tmp_path / "unet", max_shard_size="100KB")

@@ -61,7 +61,6 @@ def test_revision_is_the_one_that_was_asked_for(hub, saved, copied, where):
         shmload.load_model("AutoencoderKL", "org/name", revision="none", **model)
 
 
-@pytest.mark.slow
 def test_private_repository_needs_its_token(hub, saved, where, shm_names):
     hub.publish(saved("stable-diffusion"))
     hub.token = "hf_right"
@@ -90,7 +89,6 @@ def test_nothing_is_asked_for_what_is_cached(hub, saved, where):
 # Downloads that fail ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_download_that_fails_leaves_nothing_and_goes_on_later(hub, saved, where, shm_names):
     hub.publish(saved("stable-diffusion"))
     hub.trouble = lambda name: "403" if name == _VAE else ""

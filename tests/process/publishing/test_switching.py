@@ -124,7 +124,6 @@ def test_what_is_idle_in_memory_goes_too(made, sources, size, room):
         assert resident() == 2 * size
 
 
-@pytest.mark.slow
 def test_what_is_pinned_stays_and_counts(made, sources, size, room):
     shmload.warm(sources["a"], pin=True, progress=False)
     switcher = made(sources, room(2))

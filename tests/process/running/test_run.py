@@ -187,7 +187,6 @@ def test_module_that_appears_in_front_of_an_imported_one_ends_the_template(runni
 _ZONE = b"TZif" + bytes(16) + bytes(16) + b"\0\0\0\1\0\0\0\4" + b"%b\0\0%b\0"
 
 
-@pytest.mark.slow
 def test_time_zone_that_changes_on_disk_counts_from_the_next_program_on(running):
     zone = running.folder / "zone"
     running.environment["TZ"] = f":{zone}"

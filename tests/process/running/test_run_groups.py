@@ -53,7 +53,6 @@ def has_ended(fd, timeout_s=_DEADLINE_S):
     return bool(select.select([fd], [], [], timeout_s)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
 def test_signal_to_the_group_of_the_caller_ends_what_the_program_has_started(pair, number):
     caller, program, child, _ = pair()
@@ -74,7 +73,6 @@ def test_signal_to_a_group_reaches_each_process_once_and_one_to_the_caller_the_p
         assert caller.stdout.readline() == f"got by {program}\n"
 
 
-@pytest.mark.slow
 def test_signal_to_the_caller_alone_leaves_what_the_program_has_started(pair):
     caller, program, child, _ = pair()
     caller.send_signal(signal.SIGTERM)

@@ -21,7 +21,6 @@ print(sys.modules[kind.__module__].Model is kind)
 """
 
 
-@pytest.mark.slow
 def test_module_of_a_lazy_name_is_there_with_it(running):
     """The template has used the name, so the package has kept it."""
     package = running.folder / "site" / "lazy"

@@ -109,7 +109,6 @@ def shards_or_refusal(root):
 # Values -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @given(_json)
 def test_any_json_as_an_index_is_refused_or_names_shards_beside_it(component, content):
     shards_or_refusal(index_of(component, content))
