@@ -66,8 +66,8 @@ def t5_tokenizer() -> PreTrainedTokenizerBase:
     words = ("▁a", "▁cat", "▁dog", "▁the", "▁red")
     letters = tuple("▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,!?'-")
     vocab = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
-    vocab += [(word, -2.0 - number / 8) for number, word in enumerate(words)]
-    vocab += [(letter, -6.0 - number / 8) for number, letter in enumerate(letters)]
+    vocab += [(word, -2.0 - number / 7) for number, word in enumerate(words)]
+    vocab += [(letter, -6.0 - number / 7) for number, letter in enumerate(letters)]
     core = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=2))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
