@@ -5,6 +5,7 @@ and multiprocessing ends the child while this process exits.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import weakref
@@ -66,15 +67,21 @@ class Lease:
         """Record that the segment is used now; after `close` does nothing."""
         if found := self._closing.peek():
             _, _, (fd, _), _ = found
-            os.utime(fd)
+            _note_use(fd)
 
 
 def _give_back(fd: int, name: str) -> None:
     may_be_last = is_shared(os.fstat(fd))
-    os.utime(fd)  # it was in use until now
+    _note_use(fd)
     os.close(fd)
     if may_be_last:
         remove_if_unused(name)
+
+
+def _note_use(fd: int) -> None:
+    """Note that a segment was in use until now."""
+    with contextlib.suppress(PermissionError):  # the process has become another user since
+        os.utime(fd)
 
 
 _live: weakref.WeakSet[Lease] = weakref.WeakSet()

@@ -3,6 +3,8 @@
 The code runs in a child; its exit code and stderr show a crash.
 """
 
+import os
+
 import pytest
 import torch
 from forking_python import FINALIZES
@@ -298,3 +300,30 @@ def test_closing_a_segment_leaves_its_tensors_valid_and_leased(source, child, ev
     assert not shmload.segments()[0].is_leased
     process.say()
     assert_quiet_end(process)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_process_that_becomes_another_user_gives_its_leases_back(saved, child, evicts):
+    """As gunicorn's workers do, which load as root, fork, and give up their rights."""
+    code = """
+import gc, os, sys
+import shmload
+pipe = shmload.load_pipeline(sys.argv[1], keep=True, components=["vae"], progress=False)
+def held():
+    links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
+    return [link for link in links if "/dev/shm/shmload-" in link]
+pid = os.fork()
+if pid == 0:
+    assert held()
+    os.setgid(65534)
+    os.setuid(65534)
+    del pipe
+    gc.collect()
+    print("HELD", held(), flush=True)
+    sys.exit()
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    process = child(code, saved("stable-diffusion"))
+    assert process.expect("HELD") == "[]"
+    assert process.wait() == 0, process.errors
+    assert "PermissionError" not in process.errors
