@@ -70,28 +70,19 @@ class SharedMemoryFull(CapacityError):
 
 
 class NoRoom(CapacityError):
-    """A pipeline does not fit into the budget of a `Switcher`, whatever goes for it.
+    """A pipeline alone does not fit into a budget of a `Switcher`.
 
     Args:
         name: of the pipeline.
         needed: what it takes, in bytes.
-        available: what is left beside what stays, in bytes.
         most: the budget, in bytes.
-        limit: the argument that sets it.
+        limit: the argument that sets it: `budget` or `device_budget`.
     """
 
-    def __init__(self, name: str, needed: int, available: int, most: int, limit: str) -> None:
-        super().__init__(needed, available, limit, "", most=most)
-        stays = most - available
-        what = f"{name} takes {format_nbytes(needed)}, but {limit} of {format_nbytes(most)}"
-        if stays <= 0:
-            self.args = (f"{what} is smaller; raise the budget",)
-            return
-        self.args = (
-            f"{what} leaves {format_nbytes(max(0, available))} beside {format_nbytes(stays)} that "
-            "stays: it is pinned, another publication needs it (`shmload ls --long`), or the "
-            "program refers to it after its `with` block; raise the budget, or let go of that",
-        )
+    def __init__(self, name: str, needed: int, most: int, limit: str) -> None:
+        super().__init__(needed, most, limit, "", most=most)
+        taken, given = format_nbytes(needed), format_nbytes(most)
+        self.args = (f"{name} takes {taken}, but {limit} is {given}; raise {limit}",)
 
 
 class MemoryLimitExceeded(CapacityError):
@@ -237,13 +228,12 @@ class NotPublishable(SegmentError):
     Args:
         source: the publication's name, as `shm:NAME`.
         reason: the path of the part, and what is wrong with it.
+        remedy: what to do first; empty if that is not known.
     """
 
-    def __init__(self, source: str, reason: str) -> None:
-        super().__init__(
-            f"{source} cannot be published: {reason}; remove that from the pipeline (of an "
-            "offloading call, with `pipe.remove_all_hooks()`), and publish again"
-        )
+    def __init__(self, source: str, reason: str, remedy: str = "") -> None:
+        first = f"; {remedy}, and publish again" if remedy else ""
+        super().__init__(f"{source} cannot be published: {reason}{first}")
 
 
 class UpdateRefused(SegmentError):
@@ -322,8 +312,8 @@ class SwitchTimeout(ShmloadError, TimeoutError):
     def __init__(self, name: str, timeout_s: float, used: Iterable[str]) -> None:
         self.name = name
         super().__init__(
-            f"{name} waited {timeout_s:g} s for {', '.join(sorted(used))}, which other threads use;"
-            " end their `with` blocks, or raise SHMLOAD_WAIT_TIMEOUT_S"
+            f"{name} waited {timeout_s:g} s for {', '.join(sorted(used))}, which are in use; end "
+            "their `with` blocks, or raise SHMLOAD_WAIT_TIMEOUT_S"
         )
 
 

@@ -295,6 +295,24 @@ def test_refused_part_is_named(load, part, shm_names):
     assert shm_names() == before
 
 
+def test_error_has_the_remedy_that_helps_here(load, saved):
+    pipe = load()
+    pipe.enable_model_cpu_offload(device="cpu")
+    with pytest.raises(shmload.NotPublishable, match="remove_all_hooks"):
+        shmload.publish(pipe, "hooked")
+    pipe.remove_all_hooks()
+    shmload.publish(pipe, "hooked")
+    pipe = shmload.load_pipeline(saved("flux"))
+    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(shmload.NotPublishable, match=r"pipe\.transformer\.disable_cache\(\)"):
+        shmload.publish(pipe, "cached")
+    pipe.transformer.disable_cache()
+    shmload.publish(pipe, "cached")
+    pipe.transformer.extra = _local()
+    with pytest.raises(shmload.NotPublishable, match=r"Local[^;]*$"):
+        shmload.publish(pipe, "own")
+
+
 @pytest.mark.parametrize("thing", [3, {"weight": torch.ones(1)}])
 def test_neither_a_pipeline_nor_a_model(thing):
     with pytest.raises(shmload.ArgumentError, match="neither a pipeline nor a model"):
