@@ -1,87 +1,143 @@
 """`Switcher`: several pipelines in one process, within a budget.
 
-Guarantee: each pipeline is used by one thread at a time, and one in use is never given up.
+Guarantee: each pipeline is used by one `with` block at a time, and one in use is never given up. A
+block may begin in one thread and end in another, or be an asyncio task's. A forked child has the
+pipelines that its parent had loaded, and uses them without its parent.
 """
 
-import contextlib
+import asyncio
 import functools
+import gc
+import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
 import torch
 
-from shmload._building.device_copies import DeviceCopies
-from shmload._building.shelf import MustWait, Shelf
-from shmload._building.turns import Entry, Turns
-from shmload._checkpoints.wanted import SCHEME, is_publication
-from shmload._loading.verbs import plan
+from shmload._building.mapped import Spans, host_tensors
+from shmload._building.weights import models_in
+from shmload._checkpoints.wanted import is_publication
+from shmload._compat import as_plain_tensors
+from shmload._host.changes import add_row
 from shmload._placement.inventory import canonical_device, is_on_the_host, machine_inventory
-from shmload._segments.publications import Publication
-from shmload._segments.removal import attached
+from shmload._segments.listing import names_by_inode, segments_by_lock
+from shmload._segments.removal import remove_idle
 from shmload._settings import parse_nbytes, settings
 from shmload._wording import logger_of, nearest
-from shmload.errors import ArgumentError, DeviceMissing, SegmentNotFound, SwitchTimeout
+from shmload.errors import ArgumentError, DeviceMissing, NoRoom, SwitchTimeout
 from shmload.integrations.diffusers import load_pipeline
-from shmload.integrations.mixing import Mixture, mix
+from shmload.integrations.mixing import mix
 
 logger = logger_of(__name__)
 
-# What changes the segments, of the arguments of `load_pipeline`.
-_PLANNED = {
-    "cache_dir",
-    "components",
-    "dtype",
-    "local_files_only",
-    "pipeline_class",
-    "revision",
-    "token",
-    "variant",
-}
+# What the budgets are of, by the arguments that set them.
+_HOST, _DEVICE = "budget", "device_budget"
 _OWN = {"device_map", "keep", "max_host_memory", "max_memory", "share"}
+_Name = str | os.PathLike[str]
 
 
 class SwitcherFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a switcher has done since it was made."""
 
-    uses: int
     hits: int
     """Uses whose pipeline was ready at once."""
     loads: int
     given_up: int
     """How often a pipeline was given up."""
-    waits: int
-    """How often one thread waited for another: for a pipeline, or for room."""
-    waited_s: float
-    copied_nbytes: int
-    """How much was copied to the device, in bytes."""
     held_nbytes: int
-    """What counts on the host now, in bytes."""
-    most_held_nbytes: int
-    """The most that has counted there after a load, in bytes."""
+    """What the weights of its pipelines take on the host now, in bytes."""
+
+
+class _Model:
+    """A pipeline that is loaded, or may be."""
+
+    def __init__(self, name: str, load: Callable[[], Any]) -> None:
+        self.name = name
+        self.load = load
+        self.pipe: Any = None
+        self.user: int | None = None
+        """The thread in which the block began that uses it; None if no block does."""
+        self.places: set[str] = set()
+        """Of `_HOST` and `_DEVICE` those where its weights are."""
+        self.sizes: dict[str, dict[str, int]] = {_HOST: {}, _DEVICE: {}}
+        """What it takes in each place, in bytes, as of its last load: by the names of segments, and
+        by its own name for weights that lie in none."""
+
+    def look(self) -> None:
+        """Look where its weights lie on the host, and how large they are."""
+        names = names_by_inode()
+        nbytes = {info.name: info.nbytes for info in segments_by_lock()}
+        spans = Spans(set(names))
+        with as_plain_tensors():
+            models = models_in(self.pipe).values()
+            tensors = list(itertools.chain(*map(host_tensors, models)))
+            copied = sum({each.data_ptr(): each.nbytes for each in tensors}.values())
+            storages = {(s := each.untyped_storage()).data_ptr(): s.nbytes() for each in tensors}
+        self.sizes = {_HOST: {self.name: 0}, _DEVICE: {self.name: copied}}
+        for address, size in storages.items():
+            mapping = spans.find_address(address)
+            segment = names[mapping.inode] if mapping else ""
+            if segment in nbytes:
+                self.sizes[_HOST][segment] = nbytes[segment]
+            else:
+                self.sizes[_HOST][self.name] += size
+
+
+class Use:
+    """The use of a pipeline: `with` and `async with` give it, and take it back at their end."""
+
+    def __init__(self, switcher: "Switcher", model: _Model) -> None:
+        self._switcher = switcher
+        self._model = model
+
+    def __enter__(self) -> Any:
+        return self._switcher._lend(self._model)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._switcher._take_back(self._model)
+
+    async def __aenter__(self) -> Any:
+        # In a thread: the event loop goes on, and with it the task that has the pipeline.
+        lending = asyncio.ensure_future(asyncio.to_thread(self.__enter__))
+        try:
+            return await asyncio.shield(lending)
+        except asyncio.CancelledError:
+            lending.add_done_callback(self._give_up)
+            raise
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.__exit__()
+
+    def _give_up(self, lending: "asyncio.Future[Any]") -> None:
+        if not lending.cancelled() and lending.exception() is None:
+            self.__exit__()
 
 
 class Switcher:
     """Some pipelines that share a budget; what was not used for longest goes to make room.
 
-    Several threads may use it. Each pipeline is loaded when it is first used, attached or decoded,
-    with `keep=True`. When it goes, so do its segments, unless another pipeline or process has them
-    or they are pinned. A context that gives up all pipelines at its end, and leaves the segments.
+    Threads, asyncio tasks and forked children may use it. Each pipeline is loaded when it is first
+    used, attached or decoded, with `keep=True`. When it goes, so do its segments, unless another
+    pipeline or process has them or they are pinned. A context that gives up all pipelines at its
+    end, and leaves the segments.
 
     Args:
         models: sources of `load_pipeline`, or a dict of them by name. Instead of a source, the dict
             may have a dict of arguments: `source`, `loras` as for `mix`, and those of
             `load_pipeline`.
-        budget: the most that the weights may take on the host, in bytes or as `20GiB`. Segments of
-            these models count that a pipeline lies in, or that are idle or pinned; each once. So do
-            weights that lie in no segment. What other processes alone use does not count.
-        device: where the pipelines run; None for the host. They are copied there, and never back.
-            Pipelines share the copies of segments that they share.
-        device_budget: the most that the copies may take, as `budget`; None for what is free there
-            now, less the part for activations (`SHMLOAD_HEADROOM`).
+        budget: the most that the weights of its pipelines may take on the host, in bytes or as
+            `20GiB`: the segments that they lie in, each once, and weights that lie in none. How
+            much a pipeline takes is known after its first load, which may exceed the budget.
+        device: where the pipelines run; None for the host. They are moved there by `to`, and what
+            is on the host stays there.
+        device_budget: the most that weights may take on the device, as `budget`; None for what is
+            free there now, less the part for activations (`SHMLOAD_HEADROOM`).
         load_kwargs: arguments of `load_pipeline` for all models but publications, such as `dtype`.
 
     Raises:
@@ -91,116 +147,87 @@ class Switcher:
 
     def __init__(
         self,
-        models: Sequence[str] | Mapping[str, str | Mapping[str, Any]],
+        models: Sequence[_Name] | Mapping[_Name, _Name | Mapping[str, Any]],
         budget: float | str,
         *,
         device: object = None,
         device_budget: float | str | None = None,
         **load_kwargs: Any,
     ) -> None:
-        if isinstance(models, str):
+        if isinstance(models, str | os.PathLike):
             raise ArgumentError(
-                f"models is one text, {models!r}; give a list of sources, or a dict"
+                f"models is one path, {models!r}; give a list of sources, or a dict"
             )
-        named = models if isinstance(models, Mapping) else {each: each for each in models}
-        self._entries = {name: _entry(name, each, load_kwargs) for name, each in named.items()}
-        copies, device_nbytes = None, 0
+        given = models if isinstance(models, Mapping) else {each: each for each in models}
+        named = {os.fspath(name): each for name, each in given.items()}
+        # The one that was not used for longest is the first.
+        self._models = OrderedDict(
+            (name, _Model(name, _loader(name, each, load_kwargs))) for name, each in named.items()
+        )
+        self._budgets = {_HOST: _parse(_HOST, budget)}
+        self._device: torch.device | None = None
         if device is not None:
-            where, device_nbytes = _find_device(device, device_budget)
-            copies = DeviceCopies(where)
-        entries = list(self._entries.values())
-        self._shelf = Shelf(entries, _parse("budget", budget), copies, device_nbytes)
-        self._turns = Turns(entries)
-        # One thread at a time loads or gives up.
-        self._loading = threading.Lock()
-        self._uses = self._hits = 0
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="shmload-ahead")
+            self._device, self._budgets[_DEVICE] = _find_device(device, device_budget)
+        self._changed = threading.Condition()
+        """Held while what follows, or a model, is read or changed; notified when a use ends."""
+        self._is_loading = False
+        self._is_closed = False
+        self._ended = self._hits = self._loads = self._given_up = 0
+        _all.add(self)
 
-    @contextlib.contextmanager
-    def use(self, name: str, then: Sequence[str] = ()) -> Iterator[Any]:
-        """Lend a pipeline that is ready to run; no other thread has it meanwhile.
+    def use(self, name: _Name) -> Use:
+        """Lend a pipeline that is ready to run, for the block of `with` or `async with`.
 
-        When it goes, it is emptied: what still refers to it keeps no memory. Weights that are
-        changed in place, as by `fuse_lora`, take memory that is not counted, and on a device they
-        are changed for all that share them: use what `mix` or `publish` has made instead.
+        No other block has it meanwhile. When it goes, it is emptied: what still refers to it keeps
+        no memory. Weights that are changed in place, as by `fuse_lora`, take memory that is not
+        counted: use what `mix` or `publish` has made instead.
 
         Args:
             name: of the model.
-            then: the models that are used next, in their order. The first is loaded in the
-                meantime, if it fits beside what is used. What is used soonest goes last.
 
         Raises:
-            ArgumentError: there is no such model, or it does not fit beside what this thread uses.
-            NoRoom: it does not fit, whatever goes; nothing has gone.
-            SwitchTimeout: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
-            torch.OutOfMemoryError: the device is full.
-            Exception: any error of `load_pipeline`.
+            ArgumentError: there is no such model, or the switcher is closed.
+            NoRoom: when the block begins: it does not fit, whatever goes.
+            SwitchTimeout: then: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
+            Exception: then: any error of `load_pipeline`.
         """
-        entry = self._find(name)
-        coming = [self._find(each) for each in then]
-        deadline = time.monotonic() + settings().wait_timeout_s
-        with self._turns.changed:
-            self._uses += 1
-            self._hits += not self._turns.is_used(entry) and self._shelf.is_ready(entry)
-        with self._turn(entry, deadline, then):
-            self._make_ready(entry, deadline)
-            if coming:
-                self._load_ahead(coming[0])
-            yield entry.pipe
+        return Use(self, self._find(name))
 
-    def prefetch(self, name: str) -> None:
-        """Load a model in another thread, if it fits beside what is used.
-
-        An error shows at its use.
-
-        Raises:
-            ArgumentError: there is no such model.
-        """
-        self._load_ahead(self._find(name))
-
-    def reload(self, name: str) -> None:
+    def reload(self, name: _Name) -> None:
         """Give up a pipeline, so that its next use loads it again: the newest of a publication.
 
         Raises:
             ArgumentError, SwitchTimeout: as `use`.
         """
-        entry = self._find(name)
-        deadline = time.monotonic() + settings().wait_timeout_s
-        with self._turn(entry, deadline), self._loads(entry, deadline):
-            self._shelf.drop([entry])
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the models."""
-        return list(self._entries)
+        model = self._find(name)
+        self._claim(model, _deadline())
+        try:
+            self._drop(model)
+        finally:
+            self._take_back(model)
 
     @property
     def figures(self) -> SwitcherFigures:
         """What it has done."""
-        return SwitcherFigures(
-            uses=self._uses,
-            hits=self._hits,
-            loads=self._shelf.loads,
-            given_up=self._shelf.given_up,
-            waits=self._turns.waits,
-            waited_s=self._turns.waited_s,
-            copied_nbytes=self._shelf.copied_nbytes,
-            held_nbytes=self._shelf.held_nbytes,
-            most_held_nbytes=self._shelf.most_held_nbytes,
-        )
+        with self._changed:
+            return SwitcherFigures(
+                hits=self._hits,
+                loads=self._loads,
+                given_up=self._given_up,
+                held_nbytes=_nbytes_of(self._in(_HOST), _HOST),
+            )
 
     def close(self) -> None:
         """Give up all pipelines, each when it is not used; their segments stay resident.
 
         A second call does nothing.
         """
-        self._turns.close()
-        self._ahead.shutdown(cancel_futures=True)
-        with self._loading:
-            for entry in self._turns.order():
-                with self._turns.claim([entry]) as is_free:
-                    if is_free:
-                        self._shelf.drop([entry])
+        with self._changed:
+            self._is_closed = True
+            for model in self._models.values():
+                if model.user is None:
+                    self._drop(model)
+            self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -208,58 +235,184 @@ class Switcher:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _find(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise ArgumentError(f"no model is called {name!r}{nearest(name, list(self._entries))}")
-        return self._entries[name]
+    def _find(self, name: _Name) -> _Model:
+        found = self._models.get(os.fspath(name))
+        if found is None:
+            known = list(self._models)
+            raise ArgumentError(f"no model is called {name!r}{nearest(str(name), known)}")
+        return found
 
-    @contextlib.contextmanager
-    def _turn(self, entry: Entry, deadline: float, then: Sequence[str] = ()) -> Iterator[None]:
-        with self._turns.take(entry, deadline, then):
-            try:
-                yield
-            finally:
-                if self._turns.is_closed:
-                    with self._loading:
-                        self._shelf.drop([entry])
+    # Uses ---------------------------------------------------------------------------------------
 
-    def _make_ready(self, entry: Entry, deadline: float, *, waits_for_room: bool = True) -> None:
-        """Load a pipeline; wait for others to be left where there is no room otherwise."""
-        while not self._shelf.is_ready(entry):
-            seen = self._turns.ended
-            with self._loads(entry, deadline), contextlib.suppress(MustWait):
-                self._shelf.make_ready(entry, self._turns)
-                return
-            until = deadline if waits_for_room else time.monotonic()
-            self._turns.wait_for_end(entry, seen, until)
-
-    @contextlib.contextmanager
-    def _loads(self, entry: Entry, deadline: float) -> Iterator[None]:
-        """Be the one that loads or gives up, in the block."""
-        if not self._loading.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise SwitchTimeout(entry.name, settings().wait_timeout_s, ["other loads"])
+    def _lend(self, model: _Model) -> Any:
+        deadline = _deadline()
+        self._claim(model, deadline)
         try:
-            self._turns.require_open(entry)
-            yield
+            if model.places == self._budgets.keys():
+                self._hits += 1
+            else:
+                self._make_ready(model, deadline)
+        except BaseException:
+            self._take_back(model)
+            raise
+        return model.pipe
+
+    def _claim(self, model: _Model, deadline: float) -> None:
+        """Wait until no block uses a model, and use it."""
+        with self._changed:
+            self._wait(model, lambda: model.user is None, deadline)
+            model.user = threading.get_ident()
+            self._models.move_to_end(model.name)
+
+    def _take_back(self, model: _Model) -> None:
+        with self._changed:
+            model.user = None
+            self._ended += 1
+            if self._is_closed:
+                self._drop(model)
+            self._changed.notify_all()
+
+    def _wait(self, model: _Model, is_over: Callable[[], bool], deadline: float) -> None:
+        """Wait until something is so, with `_changed` held.
+
+        Raises:
+            ArgumentError: the switcher is closed.
+            SwitchTimeout: the time is over.
+        """
+        left_s = max(0.0, deadline - time.monotonic())
+        is_so = self._changed.wait_for(lambda: self._is_closed or is_over(), left_s)
+        if self._is_closed:
+            raise ArgumentError(f"{model.name} is of a switcher that is closed")
+        if not is_so:
+            used = [each.name for each in self._models.values() if each.user]
+            raise SwitchTimeout(model.name, settings().wait_timeout_s, used)
+
+    # Room ---------------------------------------------------------------------------------------
+
+    def _make_ready(self, model: _Model, deadline: float) -> None:
+        """Load a model that this block uses, and bring it to the device; one at a time does so."""
+        with self._changed:
+            self._wait(model, lambda: not self._is_loading, deadline)
+            self._is_loading = True
+        try:
+            while model.pipe is None:
+                self._wait_for_room(model, _HOST, deadline)
+                self._load(model)
+            if self._device and _DEVICE not in model.places:
+                self._wait_for_room(model, _DEVICE, deadline)
+                model.places.add(_DEVICE)
+                try:
+                    model.pipe.to(self._device)
+                except BaseException:  # it is full
+                    self._leave(model, _DEVICE)
+                    raise
         finally:
-            self._loading.release()
+            with self._changed:
+                self._is_loading = False
+                self._changed.notify_all()
 
-    def _load_ahead(self, entry: Entry) -> None:
-        with self._turns.changed:
-            if not self._turns.is_closed:
-                self._ahead.submit(self._prefetch, entry)
+    def _load(self, model: _Model) -> None:
+        """Load a model; if it does not fit beside what others use, give it up again."""
+        model.pipe = model.load()
+        model.places.add(_HOST)
+        model.look()
+        with self._changed:
+            self._loads += 1
+            if not self._has_room(model, _HOST):
+                self._leave(model, _HOST)
 
-    def _prefetch(self, entry: Entry) -> None:
-        deadline = time.monotonic() + settings().wait_timeout_s
-        try:
-            with self._turn(entry, time.monotonic()):
-                self._make_ready(entry, deadline, waits_for_room=False)
-        except Exception as exc:  # the use of it will show it
-            logger.info("%s was not loaded ahead: %s", entry.name, exc)
+    def _wait_for_room(self, model: _Model, place: str, deadline: float) -> None:
+        """Wait until there is room for a model, as far as its size is known."""
+        with self._changed:
+            while not self._has_room(model, place):
+                self._wait_for_an_end(model, self._ended, deadline)
+
+    def _wait_for_an_end(self, model: _Model, ended: int, deadline: float) -> None:
+        self._wait(model, lambda: self._ended != ended, deadline)
+
+    def _has_room(self, model: _Model, place: str) -> bool:
+        """Have idle models leave a place until one fits; tell whether it does.
+
+        Raises:
+            NoRoom: it does not fit alone.
+        """
+        most = self._budgets[place]
+        if (needed := _nbytes_of([model], place)) > most:
+            self._leave(model, place)
+            raise NoRoom(model.name, needed, most, place)
+        while True:
+            others = [each for each in self._in(place) if each is not model]
+            if _nbytes_of([model, *others], place) <= most:
+                return True
+            idle = next((each for each in others if each.user is None), None)
+            if idle is None:
+                return False
+            self._leave(idle, place)
+
+    def _in(self, place: str) -> list[_Model]:
+        return [each for each in self._models.values() if place in each.places]
+
+    def _leave(self, model: _Model, place: str) -> None:
+        """Free what a model takes in a place, with its segments if they can go."""
+        if place == _HOST:
+            self._drop(model)
+            infos = {info.name: info for info in segments_by_lock()}
+            kept = {name for each in self._in(_HOST) for name in each.sizes[_HOST]}
+            going = [name for name in model.sizes[_HOST] if name in infos.keys() - kept]
+            # A publication before what it needs.
+            going.sort(key=lambda name: infos[name].created_at, reverse=True)
+            remove_idle(going, condition=lambda segment: not segment.is_pinned)
+        elif place in model.places:
+            model.pipe.to("cpu")  # its weights lie in their segments again
+            model.places.discard(place)
+
+    def _drop(self, model: _Model) -> None:
+        """Give up a model if it is loaded, also for who still refers to it."""
+        if model.pipe is not None:
+            pipe, model.pipe = model.pipe, None  # a child that is forked meanwhile has none
+            model.places.clear()
+            vars(pipe).clear()  # the variable of a `with` block keeps its value
+            self._given_up += 1
+            gc.collect()  # modules refer to themselves
 
 
-def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
-    """Return the entry of a model.
+def _nbytes_of(models: Collection[_Model], place: str) -> int:
+    """Return what some models take in a place; segments that several lie in count once."""
+    sizes = {name: size for each in models for name, size in each.sizes[place].items()}
+    return sum(sizes.values())
+
+
+def _deadline() -> float:
+    return time.monotonic() + settings().wait_timeout_s
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+_all: "weakref.WeakSet[Switcher]" = weakref.WeakSet()
+
+
+def _count_busy() -> int:
+    return sum(each._is_loading or any(m.user for m in each._models.values()) for each in _all)
+
+
+def _forget_uses() -> None:
+    """Forget in a forked child what threads did that it lacks; blocks of its own thread go on."""
+    for switcher in _all:
+        switcher._changed = threading.Condition()
+        switcher._is_loading = False
+        for model in switcher._models.values():
+            if model.user != threading.get_ident():
+                model.user = None
+
+
+add_row("uses of switchers", _count_busy, _forget_uses)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+def _loader(name: str, given: object, common: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return what loads a model.
 
     Raises:
         ArgumentError: it has no source, or an argument that cannot be given here.
@@ -271,50 +424,12 @@ def _entry(name: str, given: object, common: Mapping[str, Any]) -> Entry:
     arguments = own if is_publication(source) else {**common, **own}
     if fixed := sorted(_OWN & arguments.keys()):
         raise ArgumentError(f"{name}: a switcher decides on {', '.join(fixed)} itself")
-    load = functools.partial(load_pipeline, source, **arguments)
-    if is_publication(source):
-        if loras is not None:
+    if loras is not None:
+        if is_publication(source):
             raise ArgumentError(f"{name}: LoRAs are mixed into a directory, not into {source}")
-        return Entry(name, lambda is_local: _parts_of_publication(str(source)), load)
-    planned = {key: value for key, value in arguments.items() if key in _PLANNED}
-
-    def find(is_local: bool) -> dict[str, int]:
-        return _planned(source, planned | ({"local_files_only": True} if is_local else {}))
-
-    if loras is None:
-        return Entry(name, find, functools.partial(load, keep=True))
-    others = {key: value for key, value in arguments.items() if key != "dtype"}
-
-    def find_mixture(is_local: bool) -> dict[str, int]:
-        mixture = Mixture(source, loras, arguments.get("dtype"), others)
-        return _parts_of_mixture(mixture, functools.partial(find, is_local))
-
-    return Entry(name, find_mixture, functools.partial(mix, source, loras, **arguments))
-
-
-def _planned(source: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
-    shards = plan(source, keep=True, **arguments).shards
-    return {shard.segment: shard.segment_nbytes for shard in shards}
-
-
-def _parts_of_mixture(mixture: Mixture, find_base: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """Return the segments of a mixture; before it is made, those of its base and what it needs."""
-    with contextlib.suppress(SegmentNotFound):
-        return _parts_of_publication(f"{SCHEME}{mixture.name}")
-    base = find_base()
-    changed = mixture.changed_nbytes() or sum(base.values())
-    # First they are in this process, and then published, with a structure.
-    return {**base, mixture.name: 2 * changed + mixture.structure_nbytes}
-
-
-def _parts_of_publication(source: str) -> dict[str, int]:
-    _, own = Publication.parse(source).attach()
-    with own:
-        sizes = {own.name: own.nbytes}
-        for name in own.read_metadata().needs:
-            with attached(name) as segment:
-                sizes |= {name: segment.nbytes} if segment else {}
-    return sizes
+        return functools.partial(mix, source, loras, **arguments)
+    kept = {} if is_publication(source) else {"keep": True}
+    return functools.partial(load_pipeline, source, **kept, **arguments)
 
 
 def _find_device(device: object, nbytes: float | str | None) -> tuple[torch.device, int]:

@@ -18,7 +18,6 @@ from shmload._building.homes import Home, Homes, homes_in_all
 from shmload._building.mapped import hold_leases
 from shmload._building.published import Opened, opened
 from shmload._building.publishing import Published
-from shmload._building.shelf import is_lent
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import as_plain_tensors
@@ -102,10 +101,6 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
         if devices & {DISK, META, OFFLOAD} or has_pinned_copies(model):
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise UpdateRefused(source, reason)
-        if is_lent(model):
-            raise UpdateRefused(
-                source, "the pipeline is a Switcher's", "call the Switcher's `reload`"
-            )
 
 
 def _others_in(thing: Any) -> Iterator[torch.Tensor]:

@@ -26,7 +26,7 @@ from shmload._host.descriptors import close, try_lock
 from shmload._redirecting import switch
 from shmload._results.claim import FolderLock
 from shmload._segments.messages import LentPath, repaired_messages
-from shmload.integrations import handles
+from shmload.integrations import handles, switching
 
 PACKAGE = Path(shmload.__file__).parent
 PROGRAM = Path(__file__).parents[1] / "support" / "forking_moments.py"
@@ -95,7 +95,15 @@ def holds(tmp_path, saved):
             assert try_lock(file.fileno(), exclusive=True)
             yield
 
+    @contextlib.contextmanager
+    def switcher_used():
+        switcher = switching.Switcher({"a": "no/model"}, "1GiB")
+        switcher._models["a"].load = torch.nn.Module
+        with switcher.use("a"):
+            yield
+
     return {
+        "uses of switchers": switcher_used,
         "exclusive locks of files": file_locked,
         "bars of the libraries": bar_shown,
         "the garbage collector": paused_gc,

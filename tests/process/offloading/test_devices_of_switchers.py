@@ -1,4 +1,4 @@
-"""Pipelines that run on a device share their copies, and are never read back."""
+"""Pipelines of a switcher that run on a device, and updates of pipelines there."""
 
 import pytest
 import stand_in
@@ -37,41 +37,30 @@ def program(offloading, saved):
 
 
 @pytest.mark.slow
-def test_shared_weights_are_copied_once_and_none_is_read_back(program):
+def test_pipelines_run_on_the_device_and_their_weights_stay_on_the_host(program):
     program("""
 with switcher() as s:
     before = o.stand_in.counts()
     for turn in range(3):
         for name in models:
             with s.use(name) as pipe:
-                assert pipe.device.type == "standin"
+                require_on_device(pipe, name)
     after = o.stand_in.counts()
-    assert after.from_device == before.from_device
-    copied = after.to_device - before.to_device
-    # Besides the base only what differs; and buffers that lie in no segment.
-    counted = s.figures.copied_nbytes
-    assert size <= counted < size + 2 * changed + 50_000, (size, changed, counted)
-    assert counted <= copied < counted * 1.1, (counted, copied)  # small ones with gaps
-    for name in models:
-        with s.use(name) as pipe:
-            require_on_device(pipe, name)
+    assert s.figures.loads == 3
 """)
 
 
 @pytest.mark.slow
-def test_copies_go_for_others_and_weights_are_in_their_segments_again(program):
+def test_others_leave_the_device_and_weights_are_in_their_segments_again(program):
     program("""
 models = {"base": sys.argv[1], "half": {"source": sys.argv[1], "dtype": "float16"}}
 half = o.values(o.load(sys.argv[1], dtype="float16"))
-with switcher(device_budget=800_000) as s:
+with switcher(device_budget=size + 100_000) as s:
     kept = {}
     for turn in range(2):
         for name in models:
-            before = o.stand_in.counts()
             with s.use(name) as pipe:
-                after = o.stand_in.counts()
-                assert after.from_device == before.from_device
-                assert after.held <= 1_300_000, (after, size)  # both would take two slabs of 1 MiB
+                assert pipe.device.type == "standin"
                 kept[name] = pipe
                 o.require_equal(pipe, half if name == "half" else values["base"])
     assert s.figures.loads == 2
@@ -112,40 +101,6 @@ pipe.to("cpu")
 outside = o.all_outside(pipe)
 assert not outside, outside
 o.require_equal(pipe, values["y"])
-""")
-
-
-@pytest.mark.slow
-def test_weights_that_a_process_has_changed_are_no_copies_of_others(program):
-    program("""
-with switcher() as s:
-    with s.use("x"):
-        pass
-    host = o.load(sys.argv[1])
-    with torch.no_grad():
-        host.unet.conv_in.weight.zero_()  # on the host, at the place of the base's
-    brought, _ = s._shelf._copies.bring({"unet": host.unet})
-    assert not host.unet.conv_in.weight.cpu().any()
-    with s.use("base") as pipe:
-        require_on_device(pipe, "base")
-""")
-
-
-def test_tensors_made_of_others_come_back_as_they_were(program):
-    program("""
-from torch.testing._internal.two_tensor import TwoTensor
-model = torch.nn.Linear(4, 4)
-halves = torch.ones(4, 4), torch.zeros(4, 4)
-model.weight = torch.nn.Parameter(TwoTensor(*halves), requires_grad=False)
-shmload.publish(model, "two")
-with shmload.Switcher({"two": "shm:two"}, "1GiB", device=o.DEVICE) as s:
-    with s.use("two") as two:
-        assert two.weight.a.device.type == "standin"
-        assert isinstance(two.weight, torch.nn.Parameter)
-        weight = s._entries["two"].brought.slots[0].tensor
-    s._shelf._leave_device(s._entries["two"])
-    assert two.weight is weight and two.weight.a.is_cpu
-    assert torch.equal(two.weight.a, halves[0]) and torch.equal(two.weight.b, halves[1])
 """)
 
 

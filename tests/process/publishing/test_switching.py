@@ -1,10 +1,13 @@
 """Several pipelines share a budget: what is needed is there, and no more than fits."""
 
+import asyncio
 import contextlib
 import gc
+import os
 import random
 import threading
 import weakref
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -16,8 +19,6 @@ from peft.utils import get_peft_model_state_dict
 from pipelines import build, run, save
 
 import shmload
-from shmload._building.shelf import choose
-from shmload._building.turns import Entry
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -85,7 +86,7 @@ def test_pipeline_is_what_the_library_loads_and_stays_the_same_object(made, sour
     with switcher.use("a") as pipe:
         assert pipe is first()
     figures = switcher.figures
-    assert (figures.uses, figures.hits, figures.loads, figures.given_up) == (3, 1, 2, 0)
+    assert (figures.hits, figures.loads, figures.given_up) == (1, 2, 0)
 
 
 def test_least_recently_used_goes_with_its_memory(made, sources, size, room):
@@ -102,53 +103,22 @@ def test_least_recently_used_goes_with_its_memory(made, sources, size, room):
     assert (figures.loads, figures.given_up) == (3, 1)  # a was used after b, so b went
 
 
-@pytest.mark.slow
-def test_what_comes_soon_goes_last(made, sources, size, room):
-    switcher = made(sources, room(2))
-    for name in "ab":
-        with switcher.use(name):
-            pass
-    with switcher.use("c", then=["b", "a"]):  # b's use was later, and is sooner
-        pass
-    with switcher.use("b"):
-        pass
-    assert switcher.figures.loads == 3
-
-
-def test_what_is_idle_in_memory_goes_too(made, sources, size, room):
-    for source in sources.values():
-        shmload.warm(source, progress=False)
-    switcher = made(sources, room(2))
-    with switcher.use("a"):
-        assert switcher.figures.held_nbytes <= room(2)
-        assert resident() == 2 * size
-
-
-def test_what_is_pinned_stays_and_counts(made, sources, size, room):
-    shmload.warm(sources["a"], pin=True, progress=False)
-    switcher = made(sources, room(2))
-    for name in "abc":
-        with switcher.use(name):
-            pass
-    assert resident() == 2 * size
-    with switcher.use("a"):
-        pass
-    smaller = made(sources, room(1))
-    with pytest.raises(shmload.NoRoom, match="pinned"), smaller.use("a"), smaller.use("b"):
-        pass
-
-
-def test_larger_than_the_budget_is_refused_before_anything_moves(made, sources, size, room):
-    small = {"small": sources["a"], "large": sources["b"]}
-    switcher = made(small, room(1.5))
+def test_larger_than_the_budget_is_refused_and_nothing_else_goes(made, sources, size, room):
+    models = {"small": {"source": sources["a"], "components": ["vae"]}, "large": sources["b"]}
+    switcher = made(models, room(0.8))
     with switcher.use("small"):
         pass
     before = resident()
-    impossible = made(small, size // 2)
-    with pytest.raises(shmload.NoRoom) as caught, impossible.use("large"):
-        pass
-    assert (caught.value.needed, caught.value.most) == (size, size // 2)
+    for _ in range(2):
+        with pytest.raises(shmload.NoRoom, match="budget") as caught, switcher.use("large"):
+            pass
+        assert caught.value.needed >= size
+        assert caught.value.most == room(0.8)
     assert resident() == before
+    assert switcher.figures.loads == 2  # the second time its size was known
+    with switcher.use("small"):
+        pass
+    assert switcher.figures.loads == 2
 
 
 def test_pipeline_that_went_is_empty(made, sources, room):
@@ -159,25 +129,6 @@ def test_pipeline_that_went_is_empty(made, sources, room):
         assert unet() is None
         with pytest.raises(AttributeError, match="unet"):
             _ = pipe.unet
-
-
-@pytest.mark.slow
-def test_copy_that_the_program_keeps_counts(made, sources, size, room):
-    switcher = made(sources, room(2))
-    with switcher.use("a") as pipe:
-        kept = pipe.unet
-    del pipe
-    with switcher.use("b"):
-        pass
-    with switcher.use("c"):  # a went first, and a part of it is still held: so b went too
-        assert size < resident() <= switcher.figures.held_nbytes <= room(2)
-        assert switcher.figures.given_up == 2
-    wanted = reference(sources["a"]).unet.conv_in.weight
-    assert torch.equal(kept.conv_in.weight, wanted)
-    del kept
-    gc.collect()
-    with switcher.use("b"):
-        assert resident() == 2 * size
 
 
 @pytest.mark.slow
@@ -192,7 +143,7 @@ def test_shared_parts_count_once(made, saved, size):
     gc.collect()
     switcher = made({"base": str(base), "x": "shm:x", "y": "shm:y"}, "1GiB")
     with switcher.use("base"), switcher.use("x"), switcher.use("y"):
-        assert resident() <= switcher.figures.held_nbytes < resident() + size // 10
+        assert resident() - size // 10 <= switcher.figures.held_nbytes < resident() + size // 10
 
 
 @pytest.mark.slow
@@ -211,23 +162,21 @@ def test_style_is_mixed_when_it_is_first_used_and_attached_later(made, sources, 
             assert_equal(pipe, reference(sources["a"]))
     assert switcher.figures.loads == 2
     assert size < switcher.figures.held_nbytes < size * 2.5
-    with pytest.raises(shmload.NoRoom), made(models, size).use("ink"):
-        pass
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_random_switches_keep_the_bound_and_the_results(made, sources, size, number):
     wanted = {name: run(reference(source)) for name, source in sources.items()}
-    budget = size * 9 // 5  # 60 %
+    budget = int(size * 2.1)
     switcher = made(sources, budget)
     draws = random.Random(number)
     for _ in range(12):
         name = draws.choice(NAMES)
         with switcher.use(name) as pipe:
             assert resident() <= budget
+            assert switcher.figures.held_nbytes <= budget
             assert (run(pipe) == wanted[name]).all()
-    assert switcher.figures.most_held_nbytes <= budget
 
 
 # Several threads ----------------------------------------------------------------------------------
@@ -258,13 +207,7 @@ def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
     switcher = made(sources, room(1))
     is_in, may_go, is_waiting = threading.Event(), threading.Event(), threading.Event()
     got = []
-    wait_for = switcher._turns.changed.wait_for
-
-    def note(*args):
-        is_waiting.set()
-        return wait_for(*args)
-
-    switcher._turns.changed.wait_for = note
+    note_waits(switcher, is_waiting.set)
 
     def hold():
         with switcher.use("a") as pipe:
@@ -286,24 +229,26 @@ def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
     wanting.join(60)
     assert got == [got[0], "b"]
     assert isinstance(got[0], float)
-    assert switcher.figures.waits == 1
 
 
-def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, size, room):
+def note_waits(switcher, note):
+    """Call a function each time that a use begins to wait for the end of another."""
+    wait_for = switcher._changed.wait_for
+
+    def wait(is_over, *args):
+        if not is_over():
+            note()
+        return wait_for(is_over, *args)
+
+    switcher._changed.wait_for = wait
+
+
+def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, room):
     switcher = made(sources, room(1))
     is_in, may_go, waiting = threading.Event(), threading.Event(), threading.Semaphore(0)
-    wait_for = switcher._turns.changed.wait_for
-
-    def note(*args):
-        waiting.release()
-        return wait_for(*args)
-
-    switcher._turns.changed.wait_for = note
 
     def hold():
         with switcher.use("c"):
-            for name in "ab":  # by another program: idle
-                shmload.warm(sources[name], progress=False)
             is_in.set()
             assert may_go.wait(60)
 
@@ -314,6 +259,7 @@ def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, siz
     threads = [threading.Thread(target=hold)]
     threads[0].start()
     assert is_in.wait(60)
+    note_waits(switcher, waiting.release)
     threads += [threading.Thread(target=want, args=(name,)) for name in "ab"]
     for thread in threads[1:]:
         thread.start()
@@ -324,14 +270,85 @@ def test_two_that_wait_for_a_third_do_not_wait_for_each_other(made, sources, siz
         assert not thread.is_alive()
 
 
-def test_thread_does_not_wait_for_itself(made, sources, room):
-    switcher = made(sources, room(1))
-    with (
-        switcher.use("a"),
-        pytest.raises(shmload.ArgumentError, match="does not fit beside a"),
-        switcher.use("b"),
-    ):
+def test_block_may_end_in_another_thread(made, sources):
+    """As of a dependency of FastAPI that yields."""
+    switcher = made(sources, "1GiB")
+    use = switcher.use("a")
+    use.__enter__()
+    in_threads(lambda: use.__exit__(None, None, None))
+    with switcher.use("a"):
         pass
+    assert switcher.figures.hits == 1
+
+
+def test_tasks_of_one_thread_take_turns(made, sources):
+    switcher = made(sources, "1GiB")
+    inside = []
+
+    async def work():
+        async with switcher.use("a") as pipe:
+            inside.append(pipe)
+            assert len(inside) == 1
+            await asyncio.sleep(0)
+            inside.pop()
+
+    async def work_at_once():
+        await asyncio.gather(*(work() for _ in range(5)))
+
+    asyncio.run(work_at_once())
+    assert (switcher.figures.loads, switcher.figures.hits) == (1, 4)
+
+
+def test_task_that_is_cancelled_while_it_waits_has_nothing(made, sources):
+    switcher = made(sources, "1GiB")
+
+    async def wait_in_vain():
+        async with switcher.use("a"):
+            raise AssertionError
+
+    async def cancel():
+        waits = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        async with switcher.use("a"):
+            note_waits(switcher, lambda: loop.call_soon_threadsafe(waits.set))
+            task = asyncio.create_task(wait_in_vain())
+            await waits.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with switcher.use("a"):
+            pass
+
+    asyncio.run(cancel())
+
+
+def test_child_uses_what_its_parent_has_loaded_and_loads(made, sources, room):
+    """As of a server that loads its application before it forks its workers."""
+    switcher = made(sources, room(2))
+    wanted = {name: reference(sources[name]).unet.conv_in.weight for name in "ab"}
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def hold():
+        with switcher.use("a"):
+            is_in.set()
+            assert may_go.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_in.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for name in "aba":
+                with switcher.use(name) as pipe:
+                    assert torch.equal(pipe.unet.conv_in.weight, wanted[name])
+            code = 0 if switcher.figures.loads == 2 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    may_go.set()
+    holder.join(60)
 
 
 def test_wait_ends_with_its_time(made, sources, room, configure):
@@ -352,20 +369,6 @@ def test_wait_ends_with_its_time(made, sources, room, configure):
 
 
 @pytest.mark.slow
-def test_next_pipeline_is_loaded_while_this_one_runs(made, sources):
-    switcher = made(sources, "1GiB")
-    with switcher.use("a", then=["b"]), switcher._turns.changed:
-        assert switcher._turns.changed.wait_for(lambda: switcher.figures.loads == 2, 60)
-    switcher.prefetch("c")
-    with switcher._turns.changed:
-        assert switcher._turns.changed.wait_for(lambda: switcher.figures.loads == 3, 60)
-    for name in NAMES:
-        with switcher.use(name):
-            pass
-    assert switcher.figures.loads == 3
-
-
-@pytest.mark.slow
 def test_threads_that_want_all_of_them_all_get_them(made, sources, size, room):
     wanted = {name: reference(source).unet.conv_in.weight for name, source in sources.items()}
     switcher = made(sources, room(2))
@@ -375,13 +378,15 @@ def test_threads_that_want_all_of_them_all_get_them(made, sources, size, room):
         draws = random.Random(seed)
         for _ in range(6):
             name = draws.choice(NAMES)
-            with switcher.use(name, then=draws.choices(NAMES, k=2)) as pipe:
-                if not torch.equal(pipe.unet.conv_in.weight, wanted[name]) or resident() > room(2):
+            with switcher.use(name) as pipe:
+                if not torch.equal(pipe.unet.conv_in.weight, wanted[name]):
                     wrong.append(name)
 
     in_threads(*(lambda seed=seed: work(seed) for seed in range(3)))
     assert not wrong
-    assert switcher.figures.uses == 18
+    figures = switcher.figures
+    assert figures.held_nbytes <= room(2)
+    assert figures.hits <= 18 <= figures.hits + figures.loads
 
 
 def in_threads(*functions):
@@ -411,6 +416,7 @@ def test_arguments_of_one_model_come_before_those_of_all(made, sources):
         ({"a": "x"}, "1GiB", {"keep": False}, "keep"),
         ({"a": "x"}, "1GiB", {"device": "cpu"}, "device"),
         ("a", "1GiB", {}, "list of sources"),
+        (Path("a"), "1GiB", {}, "list of sources"),
         ({"a": {"source": "shm:a", "loras": ["x"]}}, "1GiB", {}, "shm:a"),
         ({"a": {"source": "x", "device_map": "cpu"}}, "1GiB", {}, "device_map"),
     ],
@@ -426,12 +432,19 @@ def test_errors_of_a_load_leave_the_switcher_usable(made, sources, tmp_path):
         pass
     with pytest.raises(shmload.ArgumentError, match="did you mean"), switcher.use("nona"):
         pass
-    with switcher.use("a"), pytest.raises(shmload.ArgumentError, match="already"):
-        switcher.use("a").__enter__()
     with pytest.raises(RuntimeError), switcher.use("a"):
         raise RuntimeError
     with switcher.use("a"):
         pass
+
+
+def test_paths_and_their_texts_are_the_same_names(made, sources):
+    one, other = map(Path, list(sources.values())[:2])
+    switcher = made([one, str(other)], "1GiB")
+    for name in (one, str(one), other, str(other)):
+        with switcher.use(name):
+            pass
+    assert switcher.figures.loads == 2
 
 
 def test_pipeline_in_use_goes_after_its_use_when_the_switcher_is_closed(sources):
@@ -441,35 +454,20 @@ def test_pipeline_in_use_goes_after_its_use_when_the_switcher_is_closed(sources)
         assert pipe.unet is not None
     with pytest.raises(AttributeError):
         _ = pipe.unet
-    switcher.prefetch("b")
-    assert switcher.figures.loads == 1
 
 
 def test_reload_takes_the_newest_version(made):
     model = torch.nn.Linear(4, 4)
     shmload.publish(model, "linear")
     switcher = made({"linear": "shm:linear"}, "1GiB")
-    with switcher.use("linear") as first, pytest.raises(shmload.UpdateRefused, match="reload"):
-        shmload.update(first, "shm:linear")
+    with switcher.use("linear"):
+        pass
     with torch.no_grad():
         model.weight.add_(1)
     shmload.publish(model, "linear")
     switcher.reload("linear")
     with switcher.use("linear") as second:
         assert torch.equal(second.weight, model.weight)
-
-
-def test_what_another_publication_needs_stays_and_counts(made, sources, size, room):
-    pipe = shmload.load_pipeline(sources["a"], keep=True, progress=False)
-    shmload.publish(pipe, "other")
-    del pipe
-    gc.collect()
-    switcher = made(sources, room(1))
-    with switcher.use("a"):
-        pass
-    with pytest.raises(shmload.NoRoom, match="publication"), switcher.use("b"):
-        pass
-    assert switcher.figures.given_up == 0
 
 
 def test_closed_switcher_keeps_nothing(sources):
@@ -483,31 +481,3 @@ def test_closed_switcher_keeps_nothing(sources):
     assert resident()
     with pytest.raises(shmload.ArgumentError, match="closed"), switcher.use("a"):
         pass
-
-
-# Choosing -----------------------------------------------------------------------------------------
-
-
-def entry(name):
-    return Entry(name, dict, object)
-
-
-@pytest.mark.parametrize(
-    ("limit", "going"),
-    [
-        (90, ""),
-        (80, "a"),
-        (70, "b"),  # a need not go as well then
-        (30, "ab"),
-        (10, "abc"),
-        (9, None),
-    ],
-)
-def test_choice_takes_the_first_that_free_something(limit, going):
-    order = [
-        (entry("a"), {"t5": 20, "a": 10}),
-        (entry("b"), {"b": 50}),
-        (entry("c"), {"t5": 20, "c": 0}),
-    ]
-    found = choose(order, {"own": 10}, limit)
-    assert found is None if going is None else [each.name for each in found] == list(going)
