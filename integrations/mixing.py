@@ -1,26 +1,29 @@
 """`mix`: a pipeline with LoRAs fused into it, made once for all processes of this user."""
 
-import math
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmload._building.once import make_once, name_of, stamps_of
-from shmload._checkpoints.formats.known import is_of_weights, read_header
 from shmload._checkpoints.wanted import expand_home
 from shmload.errors import ArgumentError, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
 
 _Path = str | os.PathLike[str]
-_Lora = _Path | tuple[_Path, float]
-_FLOAT32_NBYTES = 4
-# Of the modules of a pipeline: 0.2 to 0.7 MB with 300 to 1,500 tensors.
-_STRUCTURE_NBYTES = 700_000
-# What the two factors of a product are called.
-_PAIRS = (("lora_B", "lora_A"), ("lora_up", "lora_down"), ("lora.up", "lora.down"))
+_Lora = _Path | tuple[_Path, float] | Mapping[str, Any]
 # Arguments that say how it is loaded, and not what.
 _HOW = {"progress", "verify", "workers"}
+_SECOND = "load_into_transformer_2"
+
+
+class _Adapter(NamedTuple):
+    """A LoRA: a file or a directory, its scale, and arguments of `load_lora_weights`."""
+
+    path: Path
+    scale: float
+    arguments: dict[str, Any]
 
 
 def mix(
@@ -39,8 +42,9 @@ def mix(
 
     Args:
         source: a directory, as for `load_pipeline`.
-        loras: files or directories of LoRAs, each alone or with its scale (1.0 by default); in
-            this order.
+        loras: files or directories of LoRAs, in this order, each alone or with its scale (1.0 by
+            default). Or a dict: `path`, `scale`, and arguments of `load_lora_weights`, such as
+            `load_into_transformer_2=True` for the second transformer of Wan 2.2.
         dtype: as for `load_pipeline`.
         load_kwargs: other arguments of `load_pipeline`: names, numbers, and classes.
 
@@ -48,85 +52,38 @@ def mix(
         The pipeline.
 
     Raises:
-        ArgumentError: there are no LoRAs, or an argument is an object that cannot be compared.
+        ArgumentError: there are no LoRAs, one has no path, or an argument is an object that cannot
+            be compared.
         SourceNotFound: the source or a LoRA is not a local path.
         Exception: any error of diffusers.
     """
-    mixture = Mixture(source, loras, dtype, load_kwargs)
-    return make_once(mixture.name, mixture.make)
+    adapters = [_adapter(each) for each in loras]
+    if not adapters:
+        raise ArgumentError("mix() needs LoRAs; load_pipeline loads a pipeline without")
+    facts = {
+        "loras": [
+            [os.path.realpath(path), stamps_of(path), scale, given]
+            for path, scale, given in adapters
+        ],
+        # A dtype and its name mean the same.
+        "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
+        "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
+    }
+    name = name_of("mixed", _local(source), facts)
+    if name is None:
+        raise ArgumentError("mix() takes names, numbers and classes as arguments, no objects")
+    load = functools.partial(load_pipeline, source, dtype=dtype, keep=True, **load_kwargs)
+    return make_once(name, lambda: _fused(load(), adapters))
 
 
-class Mixture:
-    """A base and LoRAs, and the name of what is made of them.
-
-    Raises:
-        ArgumentError, SourceNotFound: as `mix`.
-    """
-
-    def __init__(
-        self, source: _Path, loras: Sequence[_Lora], dtype: Any, load_kwargs: Mapping[str, Any]
-    ) -> None:
-        wanted = [(each, 1.0) if isinstance(each, str | os.PathLike) else each for each in loras]
-        if not wanted:
-            raise ArgumentError("mix() needs LoRAs; load_pipeline loads a pipeline without")
-        self._files = [(_local(path), float(scale)) for path, scale in wanted]
-        self._source = source
-        self._root = _local(source)
-        self._dtype = dtype
-        self._load_kwargs = load_kwargs
-        facts = {
-            "loras": [
-                [os.path.realpath(path), stamps_of(path), scale] for path, scale in self._files
-            ],
-            # A dtype and its name mean the same.
-            "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
-            "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
-        }
-        name = name_of("mixed", self._root, facts)
-        if name is None:
-            raise ArgumentError("mix() takes names, numbers and classes as arguments, no objects")
-        self.name = name
-
-    def make(self) -> Any:
-        """Load the base and fuse the LoRAs into it."""
-        pipe = load_pipeline(self._source, dtype=self._dtype, keep=True, **self._load_kwargs)
-        _fuse(pipe, self._files)
-        return pipe
-
-    def changed_nbytes(self) -> int | None:
-        """Return how much the LoRAs change at most, in bytes; None if their files do not tell it.
-
-        That is rows times columns of each product, in float32.
-        """
-        changed = 0
-        for path, _ in self._files:
-            files = path.iterdir() if path.is_dir() else [path]
-            for file in (each for each in files if is_of_weights(each.name)):
-                found = _products_in(file)
-                if not found:  # its products have other factors
-                    return None
-                changed += found * _FLOAT32_NBYTES
-        return changed or None
-
-    @property
-    def structure_nbytes(self) -> int:
-        """How much is published besides, in bytes, as an estimate: settings and tokenizers."""
-        files = (path for path in self._root.rglob("*") if path.is_file())
-        others = sum(path.stat().st_size for path in files if not is_of_weights(path.name))
-        return _STRUCTURE_NBYTES + 2 * others
-
-
-def _products_in(path: Path) -> int:
-    """Return the number of elements of all products of a file; 0 if it has none."""
-    with path.open("rb") as file:
-        header = read_header(file.fileno(), path)
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    return sum(
-        shapes[name][0] * math.prod(shapes[below][1:])
-        for name in shapes
-        for up, down in _PAIRS
-        if up in name and (below := name.replace(up, down)) in shapes
-    )
+def _adapter(lora: _Lora) -> _Adapter:
+    if isinstance(lora, Mapping):
+        given = dict(lora)
+        if "path" not in given:
+            raise ArgumentError(f"a LoRA has no path: {given!r}")
+        return _Adapter(_local(given.pop("path")), float(given.pop("scale", 1.0)), given)
+    path, scale = (lora, 1.0) if isinstance(lora, str | os.PathLike) else lora
+    return _Adapter(_local(path), float(scale), {})
 
 
 def _local(path: _Path) -> Path:
@@ -136,17 +93,31 @@ def _local(path: _Path) -> Path:
     return found
 
 
-def _fuse(pipe: Any, files: Sequence[tuple[Path, float]]) -> None:
-    names = [f"lora_{number}" for number in range(len(files))]
-    for name, (path, _) in zip(names, files, strict=True):
-        if path.is_dir():
-            pipe.load_lora_weights(str(path), adapter_name=name)
-        else:
-            pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
-    scales = [scale for _, scale in files]
-    if len(files) == 1:
-        pipe.fuse_lora(lora_scale=scales[0])
+def _fused(pipe: Any, adapters: Sequence[_Adapter]) -> Any:
+    """Fuse adapters into a pipeline, and return it.
+
+    Raises:
+        ArgumentError: diffusers would take the first transformer for all that do not say.
+    """
+    if getattr(pipe, "transformer_2", None) is not None:
+        for each in adapters:
+            if _SECOND not in each.arguments:
+                raise ArgumentError(
+                    f"{each.path}: the pipeline has two transformers; say into which it goes: "
+                    f"{{'path': ..., {_SECOND!r}: True or False}}"
+                )
+    names = [f"lora_{number}" for number in range(len(adapters))]
+    for name, (path, _, given) in zip(names, adapters, strict=True):
+        file = {} if path.is_dir() else {"weight_name": path.name}
+        folder = str(path if path.is_dir() else path.parent)
+        pipe.load_lora_weights(folder, adapter_name=name, **{**file, **given})
+    # By itself diffusers fuses nothing of a second transformer.
+    components = list(pipe.get_list_adapters())
+    scales = [each.scale for each in adapters]
+    if len(adapters) == 1:
+        pipe.fuse_lora(components, lora_scale=scales[0])
     else:
         pipe.set_adapters(names, scales)
-        pipe.fuse_lora(adapter_names=names)
+        pipe.fuse_lora(components, adapter_names=names)
     pipe.unload_lora_weights()
+    return pipe

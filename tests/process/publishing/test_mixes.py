@@ -12,6 +12,7 @@ from comparing import assert_equal
 from mappings import copied_nbytes
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from pipelines import build
 
 import shmload
 
@@ -82,6 +83,65 @@ def test_other_scales_and_orders_are_other_mixes(saved, loras):
     for wanted in ([one], [(one, 0.5)], [(one, 0.5), other], [other, (one, 0.5)]):
         shmload.mix(source, wanted, progress=False)
     assert len(mixes()) == 4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A pipeline of Wan with two transformers, and a LoRA for each of them."""
+    folder = tmp_path_factory.mktemp("pair")
+    pipe = build("wan")
+    others = {name: part for name, part in pipe.components.items() if name != "transformer_2"}
+    second = build("wan", seed=1).transformer
+    pipe = diffusers.WanPipeline(**others, transformer_2=second, boundary_ratio=0.5)
+    pipe.save_pretrained(folder / "pipeline")
+    files = []
+    for number, model in enumerate((pipe.transformer, second)):
+        torch.manual_seed(number)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        layers = get_peft_model_state_dict(model)
+        place = folder / f"lora-{number}"
+        diffusers.WanPipeline.save_lora_weights(place, transformer_lora_layers=layers)
+        files.append(place / "pytorch_lora_weights.safetensors")
+    return folder / "pipeline", files
+
+
+def test_lora_says_which_of_two_transformers_it_is_for(pair):
+    source, files = pair
+    wanted = diffusers.WanPipeline.from_pretrained(source)
+    for number, file in enumerate(files):
+        wanted.load_lora_weights(
+            str(file.parent),
+            weight_name=file.name,
+            adapter_name=f"lora_{number}",
+            load_into_transformer_2=bool(number),
+        )
+    wanted.set_adapters(["lora_0", "lora_1"], [1.0, 0.5])
+    wanted.fuse_lora(["transformer", "transformer_2"], adapter_names=["lora_0", "lora_1"])
+    wanted.unload_lora_weights()
+    low, high = files
+    loras = [
+        {"path": low, "load_into_transformer_2": False},
+        {"path": high, "scale": 0.5, "load_into_transformer_2": True},
+    ]
+    plain = diffusers.WanPipeline.from_pretrained(source)
+    for pipe in (shmload.mix(source, loras, progress=False) for _ in range(2)):
+        for name in ("transformer", "transformer_2"):
+            got, expected, before = (
+                getattr(each, name).state_dict() for each in (pipe, wanted, plain)
+            )
+            assert all(torch.equal(got[key], each) for key, each in expected.items())
+            assert any(not torch.equal(got[key], each) for key, each in before.items())
+
+
+def test_loras_that_do_not_say_it_are_refused(pair):
+    source, files = pair
+    with pytest.raises(shmload.ArgumentError, match="two transformers"):
+        shmload.mix(source, files, progress=False)
+
+
+def test_lora_without_a_path_is_refused(saved):
+    with pytest.raises(shmload.ArgumentError, match="no path"):
+        shmload.mix(saved("stable-diffusion"), [{"scale": 0.5}])
 
 
 def test_changed_file_of_a_lora_makes_another_mix(saved, loras, tmp_path):
