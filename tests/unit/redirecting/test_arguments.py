@@ -130,6 +130,8 @@ def test_dtypes_by_component_pass_to_pipelines_only():
         read("transformers model", "a", dtype=by_component)
     with pytest.raises(InDoubt):
         read("pipeline", "a", dtype={"unet": None})
+    with pytest.raises(InDoubt):
+        read("pipeline", "a", dtype={torch.nn.Linear: torch.float16})
 
 
 def test_arguments_stay_as_they_were():
