@@ -1,5 +1,6 @@
 """What a limit of the process forbids is an error that names the limit, and nothing is left."""
 
+import contextlib
 import errno
 import json
 import resource
@@ -19,13 +20,18 @@ from shmload._host.limits import explained, is_lack_of_memory, no_memory
 from shmload._ipc import procs
 
 
-@pytest.fixture
-def file_size(checkpoint):
-    """Limit the size of files that this process writes to 1,000 bytes."""
+@contextlib.contextmanager
+def file_size(nbytes):
+    """Limit the size of files that this process writes, in the block.
+
+    Not in a fixture: pytest writes that a test has passed before it ends them, maybe to a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -42,28 +48,24 @@ def many(tmp_path, evicts):
 
 
 @decoding_door
-@pytest.mark.usefixtures("file_size")
 def test_size_of_files(checkpoint, shm_names, door):
     words = (checkpoint, "RLIMIT_FSIZE", "1000 B", "ulimit -f unlimited")
-    refusal(door, checkpoint, shmload.ProcessLimitExceeded, *words)
+    with file_size(1000):
+        refusal(door, checkpoint, shmload.ProcessLimitExceeded, *words)
     assert shm_names() == []
 
 
 def test_service_raises_its_own_limit_before_its_workers_start(service, checkpoint, evicts):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
+    with file_size(10_000):
         service()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     shmload.warm(checkpoint, dtype="float64")
     (info,) = shmload.segments()
     assert info.nbytes > 10_000
 
 
-@pytest.mark.usefixtures("file_size")
 def test_command_says_it_in_one_line(checkpoint, shm_names):
-    done = CliRunner().invoke(main, ["warm", str(checkpoint)])
+    with file_size(1000):
+        done = CliRunner().invoke(main, ["warm", str(checkpoint)])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(f"shmload: {checkpoint}: its segment takes ")
     assert shm_names() == []
