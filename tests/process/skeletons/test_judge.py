@@ -21,7 +21,7 @@ EFFECTS = {
     "import torch; torch.nn.modules.module.register_module_forward_hook(print)": "a mode of torch",
     "import atexit; atexit.register(print)": "at exit",
     "import warnings; warnings.simplefilter('ignore')": "warnings",
-    "open('/tmp/shmload-planted', 'w').close()": "/tmp/shmload-planted",
+    "import os; open(os.environ['HOME'] + '/planted', 'w').close()": "/planted",
     "self.note = object()": "builtins.object",
     "self.order = next(counter)": "order",
     "import numpy; self.number = numpy.float32(next(counter))": "number",
