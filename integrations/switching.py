@@ -6,6 +6,7 @@ pipelines that its parent had loaded, and uses them without its parent.
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import itertools
@@ -36,7 +37,7 @@ from shmload.integrations.mixing import mix
 
 logger = logger_of(__name__)
 
-# What the budgets are of, by the arguments that set them.
+# The two places with a budget, by the names of the arguments that set it.
 _HOST, _DEVICE = "budget", "device_budget"
 _OWN = {"device_map", "keep", "max_host_memory", "max_memory", "share"}
 _Name = str | os.PathLike[str]
@@ -103,20 +104,58 @@ class Use:
         self._switcher._take_back(self._model)
 
     async def __aenter__(self) -> Any:
-        # In a thread: the event loop goes on, and with it the task that has the pipeline.
-        lending = asyncio.ensure_future(asyncio.to_thread(self.__enter__))
+        # In a thread of its own: the loop goes on, and its executor stays free for the block that
+        # has the pipeline.
+        loop = asyncio.get_running_loop()
+        lent: asyncio.Future[Any] = loop.create_future()
+        waiting = _Waiting(self, loop, lent)
+        threading.Thread(target=waiting.lend, name="shmload-use", daemon=True).start()
         try:
-            return await asyncio.shield(lending)
+            return await lent
         except asyncio.CancelledError:
-            lending.add_done_callback(self._give_up)
+            waiting.abandon()
             raise
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.__exit__()
 
-    def _give_up(self, lending: "asyncio.Future[Any]") -> None:
-        if not lending.cancelled() and lending.exception() is None:
-            self.__exit__()
+
+class _Waiting:
+    """A use that a task waits for; a task that is cancelled leaves nothing in use."""
+
+    def __init__(
+        self, use: Use, loop: asyncio.AbstractEventLoop, lent: "asyncio.Future[Any]"
+    ) -> None:
+        self._use, self._loop, self._lent = use, loop, lent
+        self._lock = threading.Lock()
+        self._is_abandoned = self._has_it = False
+
+    def lend(self) -> None:
+        try:
+            pipe = self._use.__enter__()
+        except BaseException as exc:
+            self._tell(self._lent.set_exception, exc)
+            return
+        with self._lock:
+            self._has_it = not self._is_abandoned
+        if self._has_it:
+            self._tell(self._lent.set_result, pipe)
+        else:
+            self._use.__exit__()
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._is_abandoned = True
+        if self._has_it:
+            self._use.__exit__()
+
+    def _tell(self, answer: Callable[[Any], None], value: Any) -> None:
+        def tell() -> None:
+            if not self._lent.done():
+                answer(value)
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
+            self._loop.call_soon_threadsafe(tell)
 
 
 class Switcher:
@@ -284,7 +323,8 @@ class Switcher:
         if self._is_closed:
             raise ArgumentError(f"{model.name} is of a switcher that is closed")
         if not is_so:
-            used = [each.name for each in self._models.values() if each.user]
+            others = [m.name for m in self._models.values() if m.user and m is not model]
+            used = others or [model.name]
             raise SwitchTimeout(model.name, settings().wait_timeout_s, used)
 
     # Room ---------------------------------------------------------------------------------------

@@ -299,6 +299,40 @@ def test_tasks_of_one_thread_take_turns(made, sources):
     assert (switcher.figures.loads, switcher.figures.hits) == (1, 4)
 
 
+def test_tasks_that_wait_leave_threads_for_the_one_that_works(made, sources):
+    switcher = made(sources, "1GiB")
+
+    async def work():
+        async with switcher.use("a"):
+            await asyncio.to_thread(int)
+
+    async def work_at_once():
+        await asyncio.gather(*(work() for _ in range(40)))  # more than the loop's own threads
+
+    asyncio.run(asyncio.wait_for(work_at_once(), 60))
+    assert switcher.figures.hits == 39
+
+
+def test_loop_that_ends_while_a_task_waits_leaves_nothing_in_use(made, sources):
+    switcher = made(sources, "1GiB")
+    use = switcher.use("a")
+    use.__enter__()
+
+    async def end():
+        waits = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        note_waits(switcher, lambda: loop.call_soon_threadsafe(waits.set))
+        kept.append(asyncio.create_task(switcher.use("a").__aenter__()))
+        await waits.wait()
+
+    kept = []
+    asyncio.run(end())
+    assert kept[0].cancelled()
+    use.__exit__()
+    with switcher.use("a"):
+        pass
+
+
 def test_task_that_is_cancelled_while_it_waits_has_nothing(made, sources):
     switcher = made(sources, "1GiB")
 
@@ -365,7 +399,7 @@ def test_wait_ends_with_its_time(made, sources, room, configure):
 
     with switcher.use("a"):
         in_threads(want)
-    assert "a" in str(errors[0])
+    assert "b waited 0.05 s for a, which are in use" in str(errors[0])
 
 
 @pytest.mark.slow
