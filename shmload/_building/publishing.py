@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shmload._building.mapped import Spans, map_ranges, modules_of
+from shmload._building.mapped import Spans, map_ranges
 from shmload._building.published import STRUCTURE, Place, Record, load_published, storage_over
 from shmload._building.structure import CannotKeep, Region, put_together, take_apart
 from shmload._building.weights import models_in
@@ -122,7 +122,7 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
         put_together(apart.structure, storages.__getitem__)
     except Exception as exc:  # whatever a class does when it is restored
         reason = str(exc) if isinstance(exc, CannotKeep) else f"{type(exc).__name__}: {exc}"
-        raise NotPublishable(asked.source, reason, _remedy(thing)) from exc
+        raise NotPublishable(asked.source, reason, _remedy(thing, reason)) from exc
     with _Lenders() as lenders:
         own, places = _place(apart.regions, lenders)
         needs = lenders.keep()
@@ -144,13 +144,14 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
     )
 
 
-def _remedy(thing: Any) -> str:
-    """Return what takes away hooks, if a pipeline or model has any that have a way for it."""
-    for name, model in models_in(thing).items():
-        if getattr(model, "is_cache_enabled", False):
-            return f"call `pipe.{name}.disable_cache()`" if name else "call `disable_cache()`"
-        if any("_hf_hook" in vars(module) for module in modules_of(model)):
-            return "call `pipe.remove_all_hooks()`" if name else "take accelerate's hooks away"
+def _remedy(thing: Any, reason: str) -> str:
+    """Return what takes away the hooks that are the reason; empty if it is another one."""
+    if "add_hook_to_module" in reason:  # accelerate's, as the error of pickle calls them
+        return "call `pipe.remove_all_hooks()`"
+    if "HookRegistry" in reason:  # diffusers'
+        for name, model in models_in(thing).items():
+            if getattr(model, "is_cache_enabled", False):
+                return f"call `pipe.{name}.disable_cache()`" if name else "call `disable_cache()`"
     return ""
 
 
