@@ -81,6 +81,8 @@ def _adapter(lora: _Lora) -> _Adapter:
         given = dict(lora)
         if "path" not in given:
             raise ArgumentError(f"a LoRA has no path: {given!r}")
+        if "adapter_name" in given:
+            raise ArgumentError("mix() names the adapters; leave adapter_name out")
         return _Adapter(_local(given.pop("path")), float(given.pop("scale", 1.0)), given)
     path, scale = (lora, 1.0) if isinstance(lora, str | os.PathLike) else lora
     return _Adapter(_local(path), float(scale), {})

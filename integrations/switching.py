@@ -56,7 +56,7 @@ class SwitcherFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Model:
-    """A pipeline that is loaded, or may be."""
+    """One named pipeline, loaded or not."""
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self.name = name
@@ -205,6 +205,8 @@ class Switcher:
         )
         self._budgets = {_HOST: _parse(_HOST, budget)}
         self._device: torch.device | None = None
+        if device is None and device_budget is not None:
+            raise ArgumentError("device_budget needs a device")
         if device is not None:
             self._device, self._budgets[_DEVICE] = _find_device(device, device_budget)
         self._changed = threading.Condition()

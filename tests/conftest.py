@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
-        # This process runs no test, it looks after those that do.
+        # It runs no test: it starts the processes that do.
         config.stash[_USERS_FILES] = own_home.users_files()
         return
     global _has_own_shm

@@ -139,9 +139,13 @@ def test_loras_that_do_not_say_it_are_refused(pair):
         shmload.mix(source, files, progress=False)
 
 
-def test_lora_without_a_path_is_refused(saved):
-    with pytest.raises(shmload.ArgumentError, match="no path"):
-        shmload.mix(saved("stable-diffusion"), [{"scale": 0.5}])
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [({"scale": 0.5}, "no path"), ({"path": ".", "adapter_name": "a"}, "adapter_name")],
+)
+def test_lora_that_is_none_is_refused(saved, lora, said):
+    with pytest.raises(shmload.ArgumentError, match=said):
+        shmload.mix(saved("stable-diffusion"), [lora])
 
 
 def test_changed_file_of_a_lora_makes_another_mix(saved, loras, tmp_path):

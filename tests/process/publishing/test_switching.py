@@ -449,6 +449,7 @@ def test_arguments_of_one_model_come_before_those_of_all(made, sources):
         ({"a": "x"}, "much", {}, "budget"),
         ({"a": "x"}, "1GiB", {"keep": False}, "keep"),
         ({"a": "x"}, "1GiB", {"device": "cpu"}, "device"),
+        ({"a": "x"}, "1GiB", {"device_budget": "1GiB"}, "needs a device"),
         ("a", "1GiB", {}, "list of sources"),
         (Path("a"), "1GiB", {}, "list of sources"),
         ({"a": {"source": "shm:a", "loras": ["x"]}}, "1GiB", {}, "shm:a"),
