@@ -208,7 +208,7 @@ def _log_lines(child: procs.Child, wanted: ListedSource, state: "ServiceState") 
     pipe = child.process.stderr
     assert pipe is not None
     with pipe:
-        for line in _lines(pipe.fileno(), state.wake_fd):
+        for line in _lines(pipe.fileno(), state):
             if line.startswith(_ERROR_PREFIX):
                 error = line.removeprefix(_ERROR_PREFIX)
             else:
@@ -217,13 +217,16 @@ def _log_lines(child: procs.Child, wanted: ListedSource, state: "ServiceState") 
     return error
 
 
-def _lines(fd: int, wake_fd: int) -> Iterator[str]:
-    """Yield the lines that come through a pipe, until its end or until `wake_fd` is readable."""
+def _lines(fd: int, state: "ServiceState") -> Iterator[str]:
+    """Yield the lines that come through a pipe, until its end or until the service must end."""
     poll = select.poll()
-    for each in (fd, wake_fd):
+    for each in (fd, state.wake_fd):
         poll.register(each, select.POLLIN)
     rest = b""
-    while wake_fd not in {ready for ready, _ in poll.poll()}:
+    while True:
+        if state.wake_fd in {ready for ready, _ in poll.poll()}:
+            state.stop()  # a signal makes it readable before the signal's handler has run
+            return
         received = os.read(fd, 1 << 16)
         *lines, rest = (rest + received).split(b"\n")
         if not received and rest:

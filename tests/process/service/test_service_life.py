@@ -19,10 +19,13 @@ from warming import NBYTES, TENSORS, as_bf16, assert_same
 from watching import until
 
 import shmload
+from shmload._cli.source_list import ListedSource
+from shmload._cli.warming import preload as preload_now
 from shmload._segments.part import acquire
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, peer_of, socket_path
 from shmload._service.protocol import Shutdown, Stopping
+from shmload._service.state import ServiceState
 from shmload.errors import ServiceUnavailable
 
 
@@ -193,6 +196,14 @@ def test_preload_that_waits_for_another_builder_ends_with_the_service(preload, s
     assert "cannot be preloaded" not in process.errors
     assert len(children) == 2  # a worker, and the waiting process
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_preload_ends_at_a_signal_whose_handler_has_not_run_yet(caplog):
+    with contextlib.closing(ServiceState(workers=1, budget_nbytes=1 << 20)) as state:
+        os.write(state.signalled_fd, b"x")  # as the interpreter does before it runs the handler
+        preload_now([ListedSource(line=1, source="/no/such/source")], state)
+        assert state.is_stopping
+    assert not caplog.records  # no error: its process was asked to end
 
 
 def test_preload_that_is_cut_short_leaves_no_part(preload, shards, shm_names):
