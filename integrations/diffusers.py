@@ -16,7 +16,8 @@ from shmload._building import prepared
 from shmload._building.attempt import load
 from shmload._building.maker import Maker
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
-from shmload._building.route import Keep, Options, may_be_kept, require_readable
+from shmload._building.remembered import key_of_load, once, own_quantisers
+from shmload._building.route import Keep, Options, require_readable
 from shmload._building.single_file import SinglePipelineMaker, bring_single_file, is_single_file
 from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.library import whole_libraries
@@ -201,14 +202,12 @@ def load_pipeline(
         kwargs |= connected
         request = None  # its files are not looked at before one that is ready is taken
 
-    def load_now(kwargs: dict[str, Any]) -> Any:
-        return load(found, maker, dtype, options, kwargs, title=wanted.title)
+    def build(models: Mapping[str, Any]) -> Any:
+        own = own_quantisers(kwargs) | models
+        return load(found, maker, dtype, options, own, title=wanted.title)
 
-    if may_be_kept(options, kwargs):
-        from shmload._building.once import load_once
-
-        return load_once(load_now, pipeline_class, found, maker, dtype, kwargs)
-    pipe = load_now(kwargs)
+    key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)
+    pipe = once(key, build, keep=bool(options.keep), meanwhile=lambda: maker.import_classes(found))
     prepared.note(request, imported)
     return pipe
 
@@ -311,8 +310,7 @@ def _load_connected(
     """
     if not isinstance(maker, PipelineMaker):
         return None
-    with whole_libraries():
-        found = connected_to(source, maker, kwargs)
+    found = connected_to(source, maker, kwargs)
     if found is None:
         return None
     if options.is_bounded or isinstance(dtype, Mapping):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._building.once import make_once, name_of, stamps_of
+from shmload._building.remembered import key_of, once, stamps_of
 from shmload._checkpoints.wanted import expand_home
 from shmload.errors import ArgumentError, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
@@ -69,11 +69,15 @@ def mix(
         "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
         "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
     }
-    name = name_of("mixed", _local(source), facts)
-    if name is None:
+    key = key_of(_local(source), facts)
+    if key is None:
         raise ArgumentError("mix() takes names, numbers and classes as arguments, no objects")
     load = functools.partial(load_pipeline, source, dtype=dtype, keep=True, **load_kwargs)
-    return make_once(name, lambda: _fused(load(), adapters))
+
+    def make(models: Mapping[str, Any]) -> Any:
+        return load(**models) if models else _fused(load(), adapters)
+
+    return once(key, make, keep=True)
 
 
 def _adapter(lora: _Lora) -> _Adapter:

@@ -12,7 +12,8 @@ from shmload._building.attempt import load
 from shmload._building.blocks_maker import maker_of_file
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
-from shmload._building.route import Keep, Options, may_be_kept, require_readable
+from shmload._building.remembered import key_of_load, once, own_quantisers
+from shmload._building.route import Keep, Options, require_readable
 from shmload._building.single_file import bring_single_file, is_single_file
 from shmload._checkpoints.wanted import Wanted, is_publication
 from shmload._loading.progress import Callback
@@ -121,14 +122,13 @@ def load_model(
             maker = ModelMaker(cls, takes_path=not isinstance(source, str))
         found, dtype = maker.find(wanted, kwargs, load_model)
 
-        def load_now(kwargs: dict[str, Any]) -> Any:
-            return load(found, maker, dtype, options, kwargs, title=wanted.title)
+        def build(models: Mapping[str, Any]) -> Any:
+            own = own_quantisers(kwargs)
+            return load(found, maker, dtype, options, own, title=wanted.title)
 
-        if not may_be_kept(options, kwargs):
-            return load_now(kwargs)
-        from shmload._building.once import load_once
-
-        return load_once(load_now, cls, found, maker, dtype, kwargs)
+        key = key_of_load(cls, found, maker, dtype, options, kwargs)
+        keep = bool(options.keep)
+        return once(key, build, keep=keep, meanwhile=lambda: maker.import_classes(found))
 
 
 def _name_of(cls: type | str) -> str:

@@ -104,6 +104,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     skeletons: bool = True
     """Whether built models are cached, without their weights, to be built faster next time."""
 
+    remember: bool = True
+    """Whether loads with `keep` keep what they have built, for other processes and later loads."""
+
     headroom: Fraction = 0.1
     """The fraction of each accelerator's memory that a strategy leaves to activations."""
 

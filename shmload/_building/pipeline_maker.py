@@ -383,9 +383,12 @@ def connected_to(
             names_one = _NAMES_A_PRIOR.match(content.decode(errors="replace"))
     except (OSError, ShmloadError):
         return None  # there is none, as almost everywhere; what cannot be read the library reports
-    if not names_one or not takes_connected(maker.class_chosen(source, kwargs)):
+    if not names_one:
         return None
-    from huggingface_hub import ModelCard
+    with whole_libraries():
+        if not takes_connected(maker.class_chosen(source, kwargs)):
+            return None
+        from huggingface_hub import ModelCard
 
     card = ModelCard.load(source.root / _CARD).data
     for prefix in _PREFIXES:

@@ -74,6 +74,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def leaves_on_host(self) -> bool:
+        """Whether all weights are to lie on the host, with no more said about how."""
+        is_plain = not (self.verify or self.tries_to_share or self.is_bounded)
+        return is_plain and self.device_map is None
+
+    @property
     def is_bounded(self) -> bool:
         """Whether memory of the host is limited."""
         return self.max_host_memory is not None
@@ -146,13 +152,6 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
         return
     # A folder counts later, if the weights are not quantised: then the library has them.
     _destination(options, kwargs.get("offload_folder", "")).require_present()
-
-
-def may_be_kept(options: Options, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether what the library quantises may be kept for other processes (`once`)."""
-    is_resident = options.stay is Stay.RESIDENT and options.device_map is None
-    # Else it would be attached as it is.
-    return is_resident and not options.verify and any(map(kwargs.get, QUANTISING_KEYWORDS))
 
 
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:

@@ -49,6 +49,8 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """Of each tensor: its region, and where it begins there, in bytes."""
     packages: dict[str, str]
     """The versions of the packages whose classes are pickled."""
+    hooks: int
+    """The number that torch gives to the next hook, at least."""
     weights: list[tuple[str, str, int]]
     """The lines of its weights, each with an index into `places`; of modules -1."""
 
@@ -67,6 +69,10 @@ class CannotKeep(Exception):
     """Raised with the path of what cannot be kept, and why."""
 
 
+class CannotKeepHere(CannotKeep):
+    """Raised for what is so in this process alone, or at this time."""
+
+
 class Apart(NamedTuple):
     """What was taken apart."""
 
@@ -75,6 +81,8 @@ class Apart(NamedTuple):
     """By address; they do not overlap."""
     kept: list[torch.Tensor]
     """Tensors that own the memory of the regions."""
+    code: set[Any]
+    """The classes and functions that are pickled."""
 
 
 def take_apart(thing: Any) -> Apart:
@@ -101,20 +109,26 @@ def take_apart(thing: Any) -> Apart:
         pickled=buffer.getvalue(),
         places=places,
         packages=_versions(pickler.packages),
+        hooks=RemovableHandle.next_id,
         weights=[
             (path, look, -1 if tensor is None else pickler.numbers.get(id(tensor), -1))
             for path, look, tensor in lines_of(thing)
         ],
     )
-    return Apart(structure, regions, pickler.tensors)
+    return Apart(structure, regions, pickler.tensors, pickler.code)
 
 
-def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
+def put_together(
+    structure: Structure,
+    storage_of: _StorageOf,
+    check: Callable[[Iterable[Any]], None] | None = None,
+) -> Any:
     """Return what was taken apart.
 
     Args:
         structure: from `take_apart`.
         storage_of: returns the memory of a region.
+        check: gets the classes and functions that it is made of, and raises if they will not do.
 
     Raises:
         ValueError: a package has another version here.
@@ -124,10 +138,14 @@ def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
     for name, version in structure.packages.items():
         if here[name] != version:
             raise ValueError(f"it was published with {name} {version}, and here is {here[name]}")
-    thing = _Unpickler(structure, storage_of).load()
+    unpickler = _Unpickler(structure, storage_of)
+    thing = unpickler.load()
+    if check:
+        check(unpickler.code)
+    # A later hook of the same number would replace one that the object has.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, structure.hooks)
     modules = [module for model in models_in(thing).values() for module in modules_of(model)]
     register_classes(modules)
-    _keep_numbers_of_hooks(modules)
     for module in modules:
         config = vars(module).get("generation_config")
         if hasattr(config, OWN_HASH):
@@ -135,18 +153,6 @@ def put_together(structure: Structure, storage_of: _StorageOf) -> Any:
     for part in vars(thing).values():
         wrap_decode(part)
     return thing
-
-
-def _keep_numbers_of_hooks(modules: Iterable[torch.nn.Module]) -> None:
-    """Have torch give later hooks other numbers: one of the same number would replace the first."""
-    numbers = [
-        number
-        for module in modules
-        for name, hooks in vars(module).items()
-        if name.endswith("_hooks") and isinstance(hooks, dict)
-        for number in hooks
-    ]
-    RemovableHandle.next_id = max([RemovableHandle.next_id, *(each + 1 for each in numbers)])
 
 
 class _Bytes(NamedTuple):
@@ -164,6 +170,7 @@ class _Pickler(pickle.Pickler):
         self.numbers: dict[int, int] = {}
         """By the id of what was pickled."""
         self.packages: set[str] = set()
+        self.code: set[Any] = set()
 
     def persistent_id(self, obj: object) -> int | None:
         return obj.number if type(obj) is _Bytes else None
@@ -176,6 +183,7 @@ class _Pickler(pickle.Pickler):
             if package in _OF_PROCESSES:
                 raise CannotKeep(f"{obj.__qualname__} is of {package}, which is another elsewhere")
             self.packages.add(package)
+            self.code.add(obj)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
@@ -228,6 +236,13 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(structure.pickled))
         self._places = structure.places
         self._storage_of = storage_of
+        self.code: set[Any] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if isinstance(found, type | types.FunctionType):
+            self.code.add(found)
+        return found
 
     def persistent_load(self, pid: Any) -> "tuple[torch.UntypedStorage, int] | None":
         region, offset = self._places[pid]

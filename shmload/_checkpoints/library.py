@@ -87,12 +87,11 @@ _showing_bars = Change("bars of the libraries", _bars, None, _forget_bars)
 
 def _cut_packages(packages: Collection[str]) -> dict[str, str]:
     """Return the libraries of which modules are here whose own package is not, with its name."""
+    below = tuple(f"{package}." for package in packages)
     return {
         name.partition(".")[0]: parent
         for name in list(sys.modules)
-        if (parent := name.rpartition(".")[0])
-        and parent not in sys.modules
-        and name.partition(".")[0] in packages
+        if name.startswith(below) and (parent := name.rpartition(".")[0]) not in sys.modules
     }
 
 

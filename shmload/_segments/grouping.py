@@ -193,6 +193,8 @@ def _make(
     inside = shards.get(home.key, {})
     for info in held:
         component = home.component_of(info.source) or inside.get(info.identity, "")
+        if info.kept:  # of the whole pipeline
+            component = ""
         components[component] = components.get(component, 0) + info.nbytes
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
     by_pid = {user.pid: user for info in held for user in users.get(info.name, ())}

@@ -76,7 +76,7 @@ def lay_out(
         specs.append(TensorSpec(tensor.name, dtype, shape, position, position + nbytes))
         position += nbytes
     described = msgspec.structs.replace(
-        metadata, dtype=main_dtype(header.tensors, metadata.conversion)
+        metadata, dtype=metadata.dtype or main_dtype(header.tensors, metadata.conversion)
     )
     raw = build_header(tuple(specs), header_entries(described, header.metadata), PAGE_NBYTES)
     runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))

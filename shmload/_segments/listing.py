@@ -5,7 +5,7 @@ The names in /dev/shm are the only registry; each segment's header says what it 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
@@ -13,12 +13,16 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import Metadata, read_metadata, source_path
+from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata, source_path
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
+
+
+# What a segment of a built object says, in words.
+_KEEPS = {"whole": "what a load builds", "models": "the models that a load builds"}
 
 
 class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
@@ -41,7 +45,8 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
     is_shared: bool = False
     """Whether it is removed with its last lease."""
     needed_by: tuple[str, ...] = ()
-    """The publications that need it, as `shm:NAME@1`: it is not evicted before them."""
+    """What needs it, and is evicted before it: publications, as `shm:NAME@1`, and built objects, by
+    the ids of their segments."""
 
     @property
     def is_due(self) -> bool:
@@ -138,13 +143,23 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
     needing: dict[str, tuple[str, ...]] = {}
     for info, _ in found:
         for name in info.needs:
-            needing[name] = (*needing.get(name, ()), info.source)
+            called = info.source if is_publication(info.source) else short_id(info.name)
+            needing[name] = (*needing.get(name, ()), called)
     if needing:
         found = [
             (msgspec.structs.replace(info, needed_by=needing.get(info.name, ())), inode)
             for info, inode in found
         ]
+    current = {info.name for info, _ in found if info.is_current}
+    found = [(_judged(info, current), inode) for info, inode in found]
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
+
+
+def _judged(info: SegmentInfo, current: Set[str]) -> SegmentInfo:
+    """Return a segment as not current if it keeps a built object and what that needs is not."""
+    if not info.kept or current >= set(info.needs):
+        return info
+    return msgspec.structs.replace(info, is_current=False)
 
 
 def _describe(segment: Segment) -> SegmentInfo:
@@ -157,7 +172,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         name=segment.name,
         nbytes=segment.nbytes,
         is_leased=not try_lock(segment.fd, exclusive=True),
-        is_current=_is_of(source_path(metadata.source), metadata.identity),
+        is_current=_is_of(source_path(metadata.source), metadata.identity.removesuffix(BUILT_SUFFIX)),
         used_at=os.fstat(segment.fd).st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,
@@ -183,5 +198,6 @@ def _state(info: SegmentInfo) -> str:
         ("pinned", info.is_pinned),
         (f"needed by {', '.join(info.needed_by)}", bool(info.needed_by)),
         (f"kept for {format_time(info.keep_for_s)}", is_limited),
+        (f"keeps {_KEEPS.get(info.kept, info.kept)}", bool(info.kept)),
     )
     return ", ".join(word for word, is_so in states if is_so)

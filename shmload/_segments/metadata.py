@@ -21,6 +21,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, prevailing_dtype
 from shmload._checkpoints.header import TensorSpec
+from shmload._checkpoints.identity import identify
 from shmload._version import __version__
 
 _T = TypeVar("_T", bound=msgspec.Struct)
@@ -40,6 +41,9 @@ KEEP_FOR_OFFSET = 8 + len(_BEGIN)
 
 DIGEST_OFFSET = KEEP_FOR_OFFSET + _KEEP_FOR_NDIGITS + 1
 """Where a segment has the 32 digits of its digest, in bytes."""
+
+BUILT_SUFFIX = "/built"
+"""Ends the identity of a built object, after that of a shard of its model."""
 
 _TEXT_BEGIN = _KEEP_FOR_NDIGITS + len(_NO_DIGEST) + 2
 
@@ -64,7 +68,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keep_for_s: int = 0
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
     needs: tuple[str, ...] = ()
-    """Of a publication: names of the segments that have the rest of its tensors."""
+    """Of a publication or a built object: names of the segments with the rest of its tensors."""
+    kept: str = ""
+    """Of a built object: `whole`, or `models` or `nothing` with the reason."""
 
 
 def make_metadata(
@@ -86,6 +92,17 @@ def make_metadata(
         creator=f"shmload {__version__} pid {os.getpid()}",
         needs=needs,
     )
+
+
+def built_metadata(file: str, kept: str) -> Metadata:
+    """Return what the header of a built object's segment is to say.
+
+    Args:
+        file: path of a shard of its model.
+        kept: as in `Metadata`.
+    """
+    identity = identify(file, os.stat(file)).key + BUILT_SUFFIX
+    return msgspec.structs.replace(make_metadata(file, identity, "built"), kept=kept)
 
 
 def header_entries(metadata: Metadata, own: Mapping[str, str] | None) -> dict[str, str]:

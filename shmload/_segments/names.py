@@ -53,6 +53,15 @@ def publication_name(source: str) -> str:
     return _name_of(f"{FORMAT_VERSION}\n{source}")
 
 
+def built_name(digest: str) -> str:
+    """Return the name of the segment that keeps a built object.
+
+    Args:
+        digest: of all that the object depends on.
+    """
+    return _name_of(f"{FORMAT_VERSION}\nbuilt\n{digest}")
+
+
 def _name_of(text: str) -> str:
     key = hashlib.blake2b(text.encode(), digest_size=_KEY_NBYTES).hexdigest()
     return f"{name_prefix()}{key}"

@@ -184,9 +184,10 @@ def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
 
 PUBLISH = """
 import contextlib, os, sys, torch, shmload
-from shmload._building import once, publishing
+from pathlib import Path
+from shmload._building import keeping, remembered
 model = torch.nn.Linear(1000, 2500, bias=False)  # 9.5 of 16 MiB
-made_room = publishing.made_room
+made_room = keeping.made_room
 @contextlib.contextmanager
 def make_room_and_fill(*args, **kwargs):
     with made_room(*args, **kwargs) as gone:
@@ -194,10 +195,12 @@ def make_room_and_fill(*args, **kwargs):
     file = os.open("/dev/shm/other", os.O_WRONLY | os.O_CREAT)
     os.posix_fallocate(file, 0, os.statvfs("/dev/shm").f_bavail * 4096 - (1 << 20))
     os.close(file)
-publishing.made_room = make_room_and_fill
+keeping.made_room = make_room_and_fill
+file = Path(sys.argv[1])
+key = remembered.key_of(file, {}, file)
 for publish in (
     lambda: shmload.publish(model, "linear"),
-    lambda: once.make_once("linear.quantised-0", lambda: model),
+    lambda: remembered.once(key, lambda _: model, keep=True),
 ):
     try:
         print("MADE", publish() is model)
@@ -211,7 +214,7 @@ for publish in (
 @pytest.mark.slow
 @pytest.mark.libraries
 def test_shm_that_fills_up_while_a_model_is_published(in_small_shm):
-    said, left, made, left_again = in_small_shm("-c", PUBLISH).stdout.splitlines()
+    said, left, made, left_again = in_small_shm("-c", PUBLISH, __file__).stdout.splitlines()
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
     assert made == "MADE True"
     assert left == left_again == "LEFT"

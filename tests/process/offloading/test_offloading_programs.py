@@ -164,17 +164,20 @@ for _ in range(2):
     )
 
 
-def test_result_on_a_device_is_not_published(offloading, saved):
+def test_result_on_a_device_is_not_kept(offloading, saved):
     offloading(
         saved("stable-diffusion"),
         f"""{BEGIN}
-from shmload._building.once import make_once
+from pathlib import Path
+from shmload._building.remembered import key_of, once
+def make(number, device):
+    key = key_of(Path(sys.argv[1]), dict(number=number))
+    return once(key, lambda _: torch.nn.Linear(2, 2).to(device), keep=True)
 for _ in range(2):
-    model = make_once("layer.quantised-0", lambda: torch.nn.Linear(2, 2).to(o.DEVICE))
-    assert model.weight.device.type == "standin"
-assert not shmload.segments()
-assert make_once("layer.quantised-1", lambda: torch.nn.Linear(2, 2)).weight.is_cpu
-assert len(shmload.segments()) == 1
+    torch.manual_seed(0)
+    assert make(0, o.DEVICE).weight.device.type == "standin"
+(segment,) = shmload.segments()
+assert segment.kept == "nothing: its weights are on a device"
 """,
     )
 

@@ -15,6 +15,7 @@ from peft.utils import get_peft_model_state_dict
 from pipelines import build
 
 import shmload
+from shmload._building import remembered
 
 pytestmark = [
     pytest.mark.libraries,
@@ -39,7 +40,7 @@ def loras(saved, tmp_path_factory):
 
 
 def mixes():
-    return [i.source for i in shmload.segments() if ".mixed-" in i.source]
+    return [info.kept for info in shmload.segments() if info.kept]
 
 
 def fused(source, files, *, scale):
@@ -61,6 +62,7 @@ def fused(source, files, *, scale):
 def test_mix_is_what_the_library_fuses_and_is_made_once(saved, loras, count, monkeypatch):
     source, files = saved("stable-diffusion"), loras[:count]
     wanted = fused(source, files, scale=0.7)
+    monkeypatch.setattr(remembered, "_MUCH_NBYTES", 1)
     runs = []
     fuse_lora = diffusers.StableDiffusionPipeline.fuse_lora
     monkeypatch.setattr(
@@ -206,9 +208,9 @@ def test_changed_base_makes_another_mix(copied, loras):
 
 MIX = """
 import os, signal, sys, shmload
-from shmload._building import publishing
+from shmload._building import remembered
 if sys.argv[3] == "dies":
-    publishing.publish_version = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    remembered._keep = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 pipe = shmload.mix(sys.argv[1], [(sys.argv[2], 0.7)], progress=False)
 base = shmload.load_pipeline(sys.argv[1], keep=True, progress=False)
 print("LORA", sum("lora" in key for key, _ in pipe.unet.named_parameters()), flush=True)

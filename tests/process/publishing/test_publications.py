@@ -11,7 +11,7 @@ from children import run_to_end
 from safetensors.torch import save_file
 
 import shmload
-from shmload._building import published as loading_published
+from shmload._building import stored
 from shmload._segments.publications import Publication
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -74,7 +74,7 @@ def test_versions_that_are_begun_at_once_are_two():
 
 # Where a publisher is killed: a function that it calls, and in which module.
 MOMENTS = {
-    "its part is begun": "publishing.made_room",
+    "its part is begun": "keeping.made_room",
     "its part has a length": "writing.write_at",
     "it is written": "writing.digest_data",
     "it has a digest and no name": "part.shm_rename",
@@ -85,7 +85,7 @@ MOMENTS = {
 def test_publisher_that_is_killed_leaves_nothing_to_be_found(saved, child, shm_names, load, moment):
     killed = child(
         f"""{BEGIN}
-from shmload._building import publishing, writing
+from shmload._building import keeping, writing
 from shmload._segments import part
 {MOMENTS[moment]} = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
 shmload.publish(model, "vae")
@@ -150,7 +150,7 @@ def test_load_that_needs_room_takes_none_of_what_is_being_attached(
     del model
     gc.collect()
     configure(budget="1MiB")
-    attach = loading_published.attach
+    attach = stored.attach
     refused = []
 
     def attach_late(name):
@@ -159,7 +159,7 @@ def test_load_that_needs_room_takes_none_of_what_is_being_attached(
         refused.append(str(caught.value))
         return attach(name)
 
-    monkeypatch.setattr(loading_published, "attach", attach_late)
+    monkeypatch.setattr(stored, "attach", attach_late)
     model = shmload.load_model("AutoencoderKL", wanted.source)
     assert model.encoder.conv_in.weight.abs().sum() > 0
     assert len(refused) == len(wanted.needs) == 1

@@ -14,12 +14,13 @@ from huggingface_hub import constants
 from mappings import copied_nbytes
 
 import shmload
-from shmload._building import publishing
+from shmload._building import code, keeping, remembered
 from shmload._segments import names
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
 SUPPORT = Path(__file__).parents[2] / "support"
+installed = code._installed
 
 
 @pytest.fixture
@@ -38,8 +39,15 @@ def load(saved):
     return load_quantised
 
 
-def published():
-    return sorted(i.source for i in shmload.segments() if i.source.startswith("shm:"))
+@pytest.fixture(autouse=True)
+def quantiser_is_of_a_library(monkeypatch):
+    monkeypatch.setattr(remembered, "_MUCH_NBYTES", 1)
+    monkeypatch.setattr(code, "_installed", lambda: (*installed(), str(SUPPORT)))
+
+
+def kept():
+    """Return how much is kept of each object."""
+    return [info.kept for info in shmload.segments() if info.kept]
 
 
 def test_second_load_quantises_nothing_and_copies_nothing(load, saved):
@@ -54,7 +62,7 @@ def test_second_load_quantises_nothing_and_copies_nothing(load, saved):
         assert_modules_equal(model, wanted, "vae")
         assert copied_nbytes(SimpleNamespace(components={"vae": model})) == 0
     assert HalvingQuantizer.runs == before + 1
-    assert len(published()) == 1
+    assert len(kept()) == 1
     assert not [info for info in shmload.segments() if info.is_pinned]
 
 
@@ -64,11 +72,15 @@ def test_another_process_attaches_it(load, saved, new_child):
     child = new_child(
         """
 import sys
+from pathlib import Path
 sys.path.append(sys.argv[2])
 import shmload
+from shmload._building import code
+installed = code._installed()
+code._installed = lambda: (*installed, sys.argv[2])
 from halving import HalvingConfig, HalvingQuantizer
 model = shmload.load_model(
-    "AutoencoderKL", sys.argv[1], subfolder="vae", quantization_config=HalvingConfig(),
+    "AutoencoderKL", Path(sys.argv[1]), subfolder="vae", quantization_config=HalvingConfig(),
     keep=True, progress=False)
 print("RUNS", HalvingQuantizer.runs, len(list(model.parameters())), flush=True)
 """,
@@ -83,7 +95,6 @@ print("RUNS", HalvingQuantizer.runs, len(list(model.parameters())), flush=True)
     [
         {"scale": 0.02},
         {"dtype": "bfloat16"},
-        {"keep": False},
         {"device_map": "cpu"},
         {"verify": True},
     ],
@@ -94,7 +105,14 @@ def test_other_arguments_are_another_result(load, others):
     before = HalvingQuantizer.runs
     load(**others)
     assert HalvingQuantizer.runs == before + 1
-    assert len(published()) == (1 if {"keep", "device_map", "verify"} & others.keys() else 2)
+    assert len(kept()) == (1 if {"device_map", "verify"} & others.keys() else 2)
+
+
+def test_load_without_keep_attaches_it(load):
+    load()
+    before = HalvingQuantizer.runs
+    load(keep=False)
+    assert HalvingQuantizer.runs == before
 
 
 def test_changed_file_is_quantised_again(copied, load):
@@ -209,24 +227,14 @@ def test_file_whose_configuration_the_library_finds_is_quantised_by_each(
             keep=True,
         )
     assert HalvingQuantizer.runs == before + 2
-    assert published() == []
-
-
-def test_two_releases_of_the_libraries_have_a_result_each(load, monkeypatch):
-    before = HalvingQuantizer.runs
-    for _ in range(2):
-        load()
-        with monkeypatch.context() as other:
-            other.setattr("diffusers.__version__", "0.1")
-            load()
-    assert HalvingQuantizer.runs == before + 2
-    assert [each.rpartition("@")[2] for each in published()] == ["1", "2"]
+    assert kept() == []
 
 
 def test_next_process_quantises_when_the_first_is_killed(load, saved, child, monkeypatch):
     killed = child(
         """
 import sys
+from pathlib import Path
 sys.path.append(sys.argv[2])
 import shmload
 from halving import HalvingConfig, HalvingQuantizer
@@ -235,7 +243,7 @@ def stop(*rest, **named):
     sys.stdin.read()
 HalvingQuantizer._process_model_after_weight_loading = stop
 shmload.load_model(
-    "AutoencoderKL", sys.argv[1], subfolder="vae", quantization_config=HalvingConfig(),
+    "AutoencoderKL", Path(sys.argv[1]), subfolder="vae", quantization_config=HalvingConfig(),
     keep=True, progress=False)
 """,
         saved("stable-diffusion"),
@@ -254,40 +262,28 @@ shmload.load_model(
     load()
     assert waited
     assert HalvingQuantizer.runs == before + 1
-    assert len(published()) == 1
+    assert len(kept()) == 1
 
 
 def test_without_room_for_the_result_the_model_is_there(load, monkeypatch, caplog, shm_names):
     def refuse(*_, **__):
         raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
 
-    monkeypatch.setattr(publishing, "made_room", refuse)
+    monkeypatch.setattr(keeping, "made_room", refuse)
     model = load()
     assert any(isinstance(each, Halves) for each in model.parameters())
-    assert published() == []
+    assert kept() == []
     assert not [name for name in shm_names() if name.endswith(".part")]
-    assert "each process makes" in caplog.text
+    assert "each process builds it" in caplog.text
     caplog.clear()  # it holds the error, and so the model
 
 
-def test_result_that_is_evicted_at_once_is_returned(load, monkeypatch):
-    publish_version = publishing.publish_version
-
-    def publish_and_evict(*args, **kwargs):
-        made = publish_version(*args, **kwargs)
-        shmload.evict(made.source)
-        return made
-
-    monkeypatch.setattr(publishing, "publish_version", publish_and_evict)
-    model = load()
-    assert any(isinstance(each, Halves) for each in model.parameters())
-
-
-def test_result_is_evicted_like_any_other(load):
+def test_result_is_evicted_like_any_other(load, saved):
     load()
     gc.collect()
-    (name,) = published()
-    assert shmload.evict(name)
+    assert kept() == ["whole"]
+    assert shmload.evict(saved("stable-diffusion"))
+    assert kept() == []
     before = HalvingQuantizer.runs
     load()
     assert HalvingQuantizer.runs == before + 1

@@ -19,6 +19,7 @@ from peft.utils import get_peft_model_state_dict
 from pipelines import build, run, save
 
 import shmload
+from shmload._building import remembered
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -147,7 +148,10 @@ def test_shared_parts_count_once(made, saved, size):
 
 
 @pytest.mark.slow
-def test_style_is_mixed_when_it_is_first_used_and_attached_later(made, sources, lora, size):
+def test_style_is_mixed_when_it_is_first_used_and_attached_later(
+    made, sources, lora, size, monkeypatch
+):
+    monkeypatch.setattr(remembered, "_MUCH_NBYTES", 1)
     models = {"plain": sources["a"], "ink": {"source": sources["a"], "loras": [(lora, 0.5)]}}
     wanted = reference(sources["a"])
     wanted.load_lora_weights(str(lora.parent), weight_name=lora.name)

@@ -1,0 +1,133 @@
+"""The code that a built object depends on: the files of its classes, and their constructors.
+
+What is restored runs no constructor. So an object is restored only where its classes, with their
+bases, come from the files that they came from, and have the constructors of these files.
+"""
+
+import functools
+import os
+import site
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from shmload._building.structure import CannotKeep, CannotKeepHere
+from shmload._host.fingerprint import Stamp, files_below, fingerprint
+
+# These are libraries also where they are installed editable; all their files count then.
+_LIBRARIES = {
+    "accelerate", "diffusers", "huggingface_hub", "peft", "shmload", "tokenizers", "torch",
+    "transformers",
+}  # fmt: skip
+_OWN = "shmload"  # of which an object names only what restores it
+_OF_PYTHON = ("stdlib", "platstdlib", "purelib", "platlib")
+_GENERATED = "<string>"  # the file of the constructors that dataclasses get
+_STARTED_AT_FIELD = 19
+"""Of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
+_TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
+
+
+def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
+    """Return the stamps of the files that classes and functions come from, by module.
+
+    Of a library that is installed editable it is one stamp of all its files, by its name.
+
+    Raises:
+        CannotKeep: code lies outside of the libraries or is not that of its file, or a file has
+            changed since this process began, which may have read it before.
+    """
+    installed, editable = _installed(), _editable()
+    found: dict[str, Stamp] = {}
+    for thing in {base for each in things for base in _bases(each)}:
+        name = str(thing.__module__)
+        package = name.partition(".")[0]
+        if isinstance(thing, type):
+            _require_own(thing, package, (*installed, *editable.values()))
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is None or name in found:  # of the interpreter, or seen
+            continue
+        if path.startswith(installed):
+            found[name] = _stamp_of(path)
+        elif package not in editable:
+            raise CannotKeep(f"{thing.__qualname__} is of {path}, which is no library")
+        elif package == _OWN:
+            found[name] = _stamp_of(path)
+        elif package not in found:
+            found[package] = _stamp_of_all(editable[package])
+    newest = max((max(mtime, ctime) for *_, mtime, ctime in found.values()), default=0)
+    if newest > _process_began_ns():
+        raise CannotKeepHere("a file of a library has changed since this process began")
+    return found
+
+
+def require_same(things: Iterable[Any], code: dict[str, Stamp]) -> None:
+    """Check that classes and functions have the code that they had.
+
+    Args:
+        things: what an object is restored of.
+        code: what `code_of` has returned of the same.
+
+    Raises:
+        CannotKeep: their code is another one.
+    """
+    now = code_of(things)
+    if now != code:
+        changed = min(name for name in now.keys() | code.keys() if now.get(name) != code.get(name))
+        raise CannotKeep(f"the code of {changed} has changed")
+
+
+def _bases(thing: Any) -> Iterable[Any]:
+    return thing.__mro__ if isinstance(thing, type) else (thing,)
+
+
+def _require_own(kind: type, package: str, folders: tuple[str, ...]) -> None:
+    """Check that a class has a library's constructor, and is what its package has by its name."""
+    named = vars(sys.modules.get(package, object)).get(kind.__name__)
+    if isinstance(named, type) and named.__module__.partition(".")[0] != package:
+        raise CannotKeepHere(f"{package}.{kind.__name__} was replaced")
+    made_by = vars(kind).get("__init__")
+    if isinstance(made_by, types.FunctionType):
+        path = made_by.__code__.co_filename
+        if path != _GENERATED and not path.startswith(folders):
+            raise CannotKeepHere(f"{kind.__qualname__}.__init__ was replaced")
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Return the folders of Python's own modules and of installed packages."""
+    paths = {sysconfig.get_path(name) for name in _OF_PYTHON}
+    paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(os.path.join(each, "") for path in paths for each in (path, os.path.realpath(path)))
+
+
+def _editable() -> dict[str, str]:
+    """Return the folders of the libraries that lie elsewhere, by package."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES}
+    return {
+        name: os.path.join(os.path.dirname(path), "")
+        for name, path in files.items()
+        if path and not path.startswith(_installed())
+    }
+
+
+def _stamp_of(path: str) -> Stamp:
+    found = fingerprint(path)
+    return found.lasting if found else (0, 0, 0, 0)
+
+
+def _stamp_of_all(folder: str) -> Stamp:
+    """Return one stamp of all files of Python below a folder: sums, and the latest times."""
+    found = [each.lasting for name, each in files_below(folder).items() if each and name.endswith(".py")]
+    nbytes, inodes, mtimes, ctimes = zip(*found, strict=True)
+    return sum(nbytes), sum(inodes), max(mtimes), max(ctimes)
+
+
+def _process_began_ns() -> int:
+    """Return when this process began, in nanoseconds since the epoch; some ms too early."""
+    with open("/proc/self/stat", "rb", buffering=0) as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[_STARTED_AT_FIELD])
+    uptime_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * _TICK_NS
+    return time.time_ns() - uptime_ns
