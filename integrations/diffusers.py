@@ -203,7 +203,7 @@ def load_pipeline(
         request = None  # its files are not looked at before one that is ready is taken
 
     def build(models: Mapping[str, Any]) -> Any:
-        own = own_quantisers(kwargs) | models
+        own = {**own_quantisers(kwargs), **models}
         return load(found, maker, dtype, options, own, title=wanted.title)
 
     key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)

@@ -16,8 +16,9 @@ import torch
 from shmload._building.homecoming import adopt, has_pinned_copies, homes_of
 from shmload._building.homes import Home, Homes, homes_in_all
 from shmload._building.mapped import hold_leases
-from shmload._building.published import Opened, opened
+from shmload._building.published import opened
 from shmload._building.publishing import Published
+from shmload._building.stored import Opened
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import as_plain_tensors

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_ANEW = "the libraries build models anew: no skeletons, and nothing that was loaded ahead"
+_ANEW = "the libraries build models anew: nothing that was loaded ahead"
 _CASTS = "the library casts, after the decode"
 _TWICE = "models whose dtypes come out otherwise are loaded again"
 NAMES = {
@@ -33,7 +33,6 @@ NAMES = {
     "torch._dynamo.eval_frame:OptimizedModule": "models that are compiled cannot be published",
     "torch:Tensor._make_subclass": "an error of published tensors of a class of their own",
     "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
-    "torch:_weight_norm": "no skeletons of models with normed weights",
     "torch.nn.modules.module:_global_forward_hooks": _ANEW,
     "torch.nn:Module._apply": "weights that come back from a device are copies",
     "torch.nn:Module._buffers": "an error",
@@ -60,18 +59,18 @@ NAMES = {
     "transformers:AutoModel._model_mapping": _CASTS,
     "transformers:CLIPTokenizerFast._wrap_decode_method_backend_tokenizer": "published tokenizers "
     "of CLIP decode otherwise",
-    "transformers:GenerationConfig._original_object_hash": "no skeletons of models that generate",
+    "transformers:GenerationConfig._original_object_hash": "restored models that generate warn",
     "transformers:PreTrainedModel._from_config": _CASTS,
     "transformers:PreTrainedModel._keep_in_fp32_modules": _TWICE,
     "transformers:PreTrainedModel._keep_in_fp32_modules_strict": _TWICE,
     "transformers:PreTrainedModel._no_split_modules": "plans divide more modules",
-    "transformers:PreTrainedModel.initialize_weights": "no skeletons of transformers' models",
+    "transformers:PreTrainedModel.initialize_weights": "an error of restored models",
     "transformers.conversion_mapping:get_model_conversion_mapping": _CASTS,
     "transformers.core_model_loading:rename_source_key": _CASTS,
-    "transformers.models.auto.auto_factory:_LazyAutoMapping._extra_content": "a model class that a "
-    "program registers is not seen by skeletons",
-    "transformers.utils.generic:GeneralInterface._global_mapping": "nor is a function",
-    "transformers.utils.generic:GeneralInterface._local_mapping": "nor is a function",
+    "transformers.models.auto.auto_factory:_LazyAutoMapping._extra_content": "nothing is "
+    "loaded ahead for a model class that a program registers",
+    "transformers.utils.generic:GeneralInterface._global_mapping": "nor for a function",
+    "transformers.utils.generic:GeneralInterface._local_mapping": "nor for a function",
     "transformers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
     "transformers.utils.output_capturing:install_output_capuring_hook": "a pipeline that was used "
     "may not be published",
@@ -249,25 +248,6 @@ def is_in_mode() -> bool:
             find, ("torch._C:_len_torch_function_stack", "torch._C:_len_torch_dispatch_stack")
         )
     )
-
-
-def norm_of(tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor, int] | None":
-    """Return direction, magnitudes and dimension that `weight_norm` has made a tensor of, or None.
-
-    It may have no bytes.
-    """
-    made: Any = tensor.grad_fn
-    if type(made).__name__ != "WeightNormInterfaceBackward0":
-        return None
-    (direction, _), (magnitudes, _) = made.next_functions
-    return direction.variable, magnitudes.variable, made._saved_dim
-
-
-def make_normed(direction: "torch.Tensor", magnitudes: "torch.Tensor", dim: int) -> "torch.Tensor":
-    """Make a tensor as `weight_norm` does."""
-    import torch
-
-    return torch._weight_norm(direction, magnitudes, dim)
 
 
 # Both libraries -----------------------------------------------------------------------------------

@@ -101,9 +101,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: Size | None = None
     """Limit for resident segments in bytes, where no service runs; None for no limit."""
 
-    skeletons: bool = True
-    """Whether built models are cached, without their weights, to be built faster next time."""
-
     remember: bool = True
     """Whether loads with `keep` keep what they have built, for other processes and later loads."""
 
@@ -115,7 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     of the machine, or of the process's control groups."""
 
     cache_dir: Path = msgspec.field(default_factory=lambda: _base_dir("XDG_CACHE_HOME", "~/.cache"))
-    """Where dtype rules of model classes, and skeletons, are cached."""
+    """Where dtype rules of model classes are cached."""
 
     state_dir: Path = msgspec.field(
         default_factory=lambda: _base_dir("XDG_STATE_HOME", "~/.local/state")

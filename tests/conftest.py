@@ -183,7 +183,6 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
         patch.setenv("SHMLOAD_STATE_DIR", str(cache / "state"))
         # Else what a load does would depend on the tests before it.
-        patch.setenv("SHMLOAD_SKELETONS", "0")
         patch.setenv("SHMLOAD_REMEMBER", "0")
         # Nor on a service that the machine's user runs.
         patch.setenv("SHMLOAD_SERVICE", "off")
@@ -202,14 +201,10 @@ def _silence_libraries() -> None:
 
 
 @pytest.fixture
-def configure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., None]]:
+def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Change settings for one test, here and in its children: `configure(inline_nbytes=0)`."""
 
     def change(**values: object) -> None:
-        if values.get("skeletons"):  # what waits for the judge lies there
-            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         for name, value in values.items():
             monkeypatch.setenv(f"SHMLOAD_{name.upper()}", str(value))
         settings.cache_clear()

@@ -49,10 +49,9 @@ class Attach:
         return partial(self.bench.while_resident, self.resident or self.source, run)
 
     def rounds(self, **others: Way) -> Rounds:
-        """Measure `shmload`, an attach with a skeleton, and other ways."""
-        ours = self.by_shmload(SHMLOAD_SKELETONS="1")
-        ours()  # the first load asks for the skeleton
-        self.bench.wait_for_skeletons()
+        """Measure `shmload`, an attach of what an earlier load has built, and other ways."""
+        ours = self.by_shmload()
+        ours()  # keeps what it builds
         rounds = self.bench.measure({"shmload": ours, **others}, self.source)
         self.bench.evict()
         return rounds
@@ -129,9 +128,8 @@ def load_pipeline(way: str) -> Load:
         file, config = os.path.join(source, "model.safetensors"), os.path.join(source, "config")
         given: dict[str, Any] = {"config": config} if os.path.isdir(config) else {}
         if way == "shmload":
-            # The weights are resident; of a file, what diffusers makes of them is kept, too.
-            kept = given | {"keep": True} if given else {}
-            return shmload.load_pipeline(file if given else source, dtype=torch.bfloat16, **kept)
+            path = file if given else source
+            return shmload.load_pipeline(path, dtype=torch.bfloat16, keep=True, **given)
         if given:
             return StableDiffusionXLPipeline.from_single_file(
                 file, torch_dtype=torch.bfloat16, **given

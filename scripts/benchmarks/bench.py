@@ -1,6 +1,5 @@
 """The context of a measurement: its checkpoints, its processes and the removal of its segments."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -102,8 +101,6 @@ class Bench:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPYCACHEPREFIX": str(self.work / "bytecode"),
             "SHMLOAD_CACHE_DIR": str(self.work / "rules"),
-            # The judge in the background would disturb; what measures skeletons turns them on.
-            "SHMLOAD_SKELETONS": "0",
             "XDG_RUNTIME_DIR": str(self.runtime),
         }
 
@@ -194,22 +191,6 @@ class Bench:
         rounds = self.rounds * factor
         return interleave(ways, rounds, prepare=prepare, announce=self.announce)
 
-    def wait_for_skeletons(self) -> None:
-        """Block until no skeleton is being made; a trial does not wait long for an idle machine.
-
-        Raises:
-            ProbeFailed: it lasts too long.
-        """
-        end = time.monotonic() + (_QUICK_TIMEOUT_S if self.is_quick else self.timeout_s)
-        while time.monotonic() < end:
-            folder = self.runtime / "shmload" / "judge"
-            waiting = [each for each in folder.glob("*") if each.name != "lock"]
-            if not waiting and not _is_locked(folder / "lock"):
-                return
-            time.sleep(0.2)
-        if not self.is_quick:
-            raise ProbeFailed("the skeletons are not made")
-
     # Segments -------------------------------------------------------------------------------------
 
     def warm(self, source: Path) -> Result:
@@ -223,7 +204,7 @@ class Bench:
             self.warm(source)
             before = self.resident()
             result = run()
-            if before and self.resident() == before:
+            if before and before <= self.resident():
                 return result
             self.announce("another program removed the segments; once more")
         raise ProbeFailed("another program keeps removing the segments")
@@ -279,18 +260,6 @@ def drop_page_cache(paths: list[Path]) -> None:
         with open(path, "rb") as file:
             os.fsync(file)  # what is not on the disk yet cannot be forgotten
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _is_locked(path: Path) -> bool:
-    """Tell whether a process holds the lock of a file."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _children_cpu_s() -> float:

@@ -47,7 +47,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
     """`load_pipeline` with weights in memory: time, with and without first use; private memory."""
     attach = Attach(bench, bench.source("sd15-fp32"))
     rounds = attach.rounds(
-        without=attach.by_shmload(),
+        without=attach.by_shmload(SHMLOAD_REMEMBER="0"),
         sequential=attach.by("diffusers"),
         parallel=attach.by("diffusers", **PARALLEL),
     )
@@ -63,7 +63,7 @@ def measure_attach(bench: Bench) -> list[Figure]:
             at_least=15,
             beside={
                 "shmload": calls["shmload"],
-                "shmload, with SHMLOAD_SKELETONS=0": calls["without"],
+                "shmload, with SHMLOAD_REMEMBER=0": calls["without"],
                 "diffusers, the better": calls[best],
                 "diffusers, sequential": calls["sequential"],
                 "diffusers, parallel": calls["parallel"],

@@ -84,7 +84,7 @@ class Programs:
             ProbeFailed: it failed, was run in the ordinary way against its wish, or printed
                 something else.
         """
-        ran = self.bench.run(command, {"SHMLOAD_SKELETONS": "1"} | variables)
+        ran = self.bench.run(command, variables)
         first_line, *rest = ran.output.splitlines() or [""]
         if first_line != _READY or "in the ordinary way" in ran.errors:
             raise ProbeFailed(f"{command} printed {ran.output!r}:\n{ran.errors}")
@@ -93,10 +93,10 @@ class Programs:
 
     def template(self, *arguments: str) -> None:
         """Call `shmload template`."""
-        self.bench.run([_SHMLOAD, "template", *arguments], {"SHMLOAD_SKELETONS": "1"})
+        self.bench.run([_SHMLOAD, "template", *arguments], {})
 
     def prepare(self, *programs: tuple[str, ...]) -> None:
-        """Run programs until they have skeletons, and the template all that they import.
+        """Run programs once, and until the template has all that they import.
 
         A template that has met new imports would start again when it is idle; it is stopped, so
         that the next run is one of the next template, which has them.
@@ -104,7 +104,6 @@ class Programs:
         self.template("warm")
         for arguments in programs:
             self.run(*arguments)
-        self.bench.wait_for_skeletons()
         self.template("stop")
         self.template("warm")
 
@@ -298,7 +297,7 @@ def measure_back_to_back(bench: Bench) -> list[Figure]:
 def _several(bench: Bench) -> Iterator[Programs]:
     """Yield a starter of programs.
 
-    The weights of both pipelines are resident, their skeletons are made, and a template serves.
+    The weights of both pipelines are resident, and a template serves.
     """
     for name in ("sd15-fp32", "sd15-bf16"):
         bench.warm(bench.source(name))

@@ -33,7 +33,6 @@ pipe.fuse_lora()
 _SIZES = "sd15", "sdxl"
 _LOOK_S = 0.002
 _RANDOM_TIMEOUT_S = 1800
-_SKELETONS = {"SHMLOAD_SKELETONS": "1"}
 
 
 def measure_quantised(bench: Bench) -> list[Figure]:
@@ -92,13 +91,10 @@ def measure_attach(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
         bench.ask(switching.publish, small, "", names[0])
         bench.ask(switching.publish, source, _lora(bench, "a", size), names[1])
         ways = {
-            "published": bench.probe(
-                switching.attach, *(f"shm:{name}" for name in names), **_SKELETONS
-            ),
-            "base": bench.probe(attach.attach, "pipeline", "shmload", small, source, **_SKELETONS),
+            "published": bench.probe(switching.attach, *(f"shm:{name}" for name in names)),
+            "base": bench.probe(attach.attach, "pipeline", "shmload", small, source),
         }
-        ways["base"]()  # asks for the skeleton
-        bench.wait_for_skeletons()
+        ways["base"]()  # keeps what it builds
         rounds = bench.measure(ways, source)
     calls = rounds.samples("call_s")
     return [

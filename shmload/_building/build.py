@@ -1,25 +1,22 @@
 """Builds a pipeline or a model while its weights are still being decoded.
 
-The libraries' own `from_pretrained` builds it from a view. If the same models were built before,
-they come from their skeleton and `from_pretrained` builds only the rest; else a process of its own
-is asked for one. Two checks follow: the
-kernel's page tables show that nothing has read a byte before it was decoded, and the built models
-show that the rules chose the right dtypes. If a check fails, the pipeline is built again.
+The libraries' own `from_pretrained` builds it from a view. Two checks follow: the kernel's page
+tables show that nothing has read a byte before it was decoded, and the built models show that the
+rules chose the right dtypes. If a check fails, the pipeline is built again.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shmload._building.effects import Message, say
 from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
-from shmload._building.keywords import FINDING_KEYWORDS, QUANTISING_KEYWORDS
+from shmload._building.keywords import QUANTISING_KEYWORDS
 from shmload._building.libraries import (
     Said,
     empties,
@@ -37,13 +34,6 @@ from shmload._building.mapped import (
     say_what_is_private,
 )
 from shmload._building.paths import PathRepair
-from shmload._building.pickling import Models
-from shmload._building.queued import Request, ask
-from shmload._building.skeletons import (
-    Skeleton,
-    skeleton_key,
-    skeleton_memo,
-)
 from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
@@ -56,7 +46,6 @@ from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
-from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import LibrariesDisturbed
 
@@ -73,8 +62,7 @@ class Build:
         source: as the maker takes it.
         maker: calls `from_pretrained`.
         rules: the rules that its shards are decoded by, by component.
-        load: the load of its shards; stays the caller's. With stand-ins in its place only
-            `build_ordinarily` and `build_around` may be called.
+        load: the load of its shards; stays the caller's.
         torch_dtype: for `from_pretrained`.
         kwargs: the other arguments of `from_pretrained`.
         place: copies what was built to its devices, after or while the bytes are decoded; None to
@@ -130,98 +118,20 @@ class Build:
             raise
 
     def _run(self, *, verify: bool, may_be_wrong: bool) -> Any:
-        key = self.skeleton_key()
-        found = skeleton_memo(key).read(is_use=True) if key else None
-        pipe = self._build_around(found) if found else None
-        if pipe is None:
-            pipe = self._build_models()
-            if may_be_wrong and self._was_cast_wrongly(pipe):
-                self._require_no_stand_ins()
-                raise NotToBeCast
-            if key and may_be_wrong and (found is None or found.should_be_made_again):
-                self._ask(key)
+        pipe = self._build_models()
+        if may_be_wrong and self._was_cast_wrongly(pipe):
+            self._require_no_stand_ins()
+            raise NotToBeCast
         self._finish(pipe, verify=verify)
         return pipe
 
-    def build_ordinarily(self) -> Any:
-        """Let the library build everything; decodes nothing and waits for nothing."""
-        self._said.clear()
-        return self._from_view()
-
-    def build_around(self, skeleton: Skeleton) -> Any:
-        """Build the models from their skeleton, and let the library build the rest.
-
-        Raises:
-            Exception: the skeleton does not fit, or the library failed.
-        """
-        self._said.clear()
-        with libraries():
-            models = skeleton.build(self._load.holdings.open_files())
-        return self._from_view(models, messages=skeleton.messages)
-
-    def skeleton_key(self) -> str | None:
-        """Return the key of the models' skeleton, if these arguments allow one."""
-        named = {key for key, value in self._kwargs.items() if value is not None}
-        if not (settings().skeletons and named <= FINDING_KEYWORDS and self._is_of_libraries()):
-            return None
-        if torch.is_inference_mode_enabled():  # its tensors are of another kind
-            return None
-        if self._kwargs.get("use_safetensors") is False or self._maker.reads_weights:
-            return None
-        plans = self._load.holdings.plans
-        maker = (self._maker.name, self._maker.takes_path)
-        return skeleton_key(self._source, plans, self._torch_dtype, self._root, maker)
-
-    def models_of(self, pipe: Any) -> Models:
+    def models_of(self, pipe: Any) -> dict[str, torch.nn.Module]:
         """Return the models whose weights this load decodes."""
         found = {
             checkpoint.component: self._maker.part(pipe, checkpoint.component)
             for checkpoint in self._source.checkpoints
         }
         return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
-
-    def _build_around(self, skeleton: Skeleton) -> Any:
-        """Build the pipeline around models from their skeleton; return None if it does not fit."""
-        reason = skeleton.why_not()
-        if reason is not None:
-            logger.info("%s: no skeleton is used: %s", self._source.given, reason)
-            return None
-        unfinished = self._load.holdings.unfinished_components()
-        if not self._load.holdings.has_every_file:
-            return None
-        generator_state = torch.get_rng_state()
-        try:
-            with libraries():
-                models = skeleton.build(self._load.holdings.open_files())
-        except Exception as exc:  # whatever is wrong: the libraries build the models then
-            # str(exc): a handler that keeps log records must not keep the traceback's mappings.
-            logger.info("%s: no skeleton is used: %s", self._source.given, str(exc))
-            return None
-        pipe = self._from_view(models, messages=skeleton.messages)
-        if self._is_wholly_mapped(pipe, unfinished):
-            return pipe
-        torch.set_rng_state(generator_state)
-        return None
-
-    def _is_of_libraries(self) -> bool:
-        """Tell whether the classes are the libraries' own, as far as their names tell."""
-        if self._maker.is_of_pipelines:
-            return bool(self._source.class_name)
-        made = {checkpoint.library for checkpoint in self._source.checkpoints}
-        return self._maker.name is not None and made <= {"diffusers", "transformers"} and bool(made)
-
-    def _ask(self, key: str) -> None:
-        """Ask for the skeleton that this load would have used."""
-        ask(
-            Request(
-                key=key,
-                source=self._source,
-                maker=self._maker,
-                dtype=self._torch_dtype,
-                kwargs=self._kwargs,
-                directory=os.getcwd(),
-            )
-        )
 
     def _build_models(self) -> Any:
         """Let the libraries build it all; again if another thread has left its models empty.
@@ -311,30 +221,19 @@ class Build:
             is_asked |= any(map(self._kwargs.get, QUANTISING_KEYWORDS))
         return is_asked or self._load.holdings.leaves_casts
 
-    def _from_view(
-        self,
-        models: Models | None = None,
-        *,
-        messages: Iterable[Message] = (),
-    ) -> Any:
-        """Build the pipeline from a view of the segments.
-
-        Args:
-            models: from a skeleton; they need no repair.
-            messages: what the libraries said when they built these models.
-        """
+    def _from_view(self) -> Any:
+        """Build the pipeline from a view of the segments."""
         given = self._source.given
         # The libraries' loading is not thread-safe, nor is the repair of messages.
         with libraries(), contextlib.ExitStack() as lending:
             if not self._source.checkpoints and self._is_local:
-                return self._from_path(given, {})  # there are no other files to lend
+                return self._from_path(given)  # there are no other files to lend
             view = lending.enter_context(View(self._source.root, self._files()))
-            unsaid = self._maker.unsaid(self._kwargs, passes_models=bool(models))
+            unsaid = self._maker.unsaid(self._kwargs)
             repair = PathRepair(view.path, self._root, given, self._said, unsaid)
             with repair.in_messages():
-                say(messages)
-                made = self._from_path(str(view.path), models or {})
-            repair.repair(made, but=(models or {}).values())
+                made = self._from_path(str(view.path))
+            repair.repair(made)
         return made
 
     def _files(self) -> dict[Path, Path]:
@@ -347,7 +246,7 @@ class Build:
         others = {path: path for path in weight_files(self._source)}
         return others | files
 
-    def _from_path(self, path: str | os.PathLike[str], models: Models) -> Any:
+    def _from_path(self, path: str | os.PathLike[str]) -> Any:
         """Let the library build it from a directory."""
         kwargs = self._kwargs
         if kwargs.get("use_safetensors") is False and has_none_else(self._source):
@@ -358,9 +257,7 @@ class Build:
         is_theirs = self._reads_at_once or torch.is_inference_mode_enabled()
         threads = contextlib.nullcontext() if is_theirs else _no_loading_threads.made()
         with inside(), threads:
-            if models and not self._maker.is_of_pipelines:  # there is no rest
-                return next(iter(models.values()))
-            return self._maker.make(path, self._torch_dtype, {**kwargs, **models})
+            return self._maker.make(path, self._torch_dtype, dict(kwargs))
 
     def _is_wholly_mapped(self, pipe: Any, components: set[str]) -> bool:
         """Tell whether every stored tensor of some components is mapped, and none was read."""

@@ -100,7 +100,9 @@ def _installed() -> tuple[str, ...]:
     """Return the folders of Python's own modules and of installed packages."""
     paths = {sysconfig.get_path(name) for name in _OF_PYTHON}
     paths |= {*site.getsitepackages(), site.getusersitepackages()}
-    return tuple(os.path.join(each, "") for path in paths for each in (path, os.path.realpath(path)))
+    return tuple(
+        os.path.join(each, "") for path in paths for each in (path, os.path.realpath(path))
+    )
 
 
 def _editable() -> dict[str, str]:
@@ -120,7 +122,9 @@ def _stamp_of(path: str) -> Stamp:
 
 def _stamp_of_all(folder: str) -> Stamp:
     """Return one stamp of all files of Python below a folder: sums, and the latest times."""
-    found = [each.lasting for name, each in files_below(folder).items() if each and name.endswith(".py")]
+    found = [
+        each.lasting for name, each in files_below(folder).items() if each and name.endswith(".py")
+    ]
     nbytes, inodes, mtimes, ctimes = zip(*found, strict=True)
     return sum(nbytes), sum(inodes), max(mtimes), max(ctimes)
 

@@ -1,14 +1,8 @@
-"""What a build takes of torch beside memory: random numbers, and the numbers of hooks.
+"""The random numbers that a build takes of torch: they are drawn again for whoever gets its result.
 
 Some constructors draw tables for parameters on the CPU that the file then replaces, such as
-`torch.randn(6, width)`. A skeleton makes no such table, and would leave torch's generator where it
-was. So it draws the same again and forgets it: the calls are recorded with their sizes and dtypes,
-not the numbers, so the generator goes on as after the library's build, from whatever state.
-
-torch keeps a module's hooks in tables, and numbers the hooks of all modules in the order in which
-they are registered (`torch.utils.hooks.RemovableHandle.next_id`). So each build takes the next
-numbers. In a skeleton they begin at 0. A load gives its models the next ones, as a build would.
-With older numbers, a hook that a program registers could replace one of the library's.
+`torch.randn(6, width)`. The calls are recorded with their sizes and dtypes, not the numbers, so the
+generator goes on as after the library's build, from whatever state.
 """
 
 from collections.abc import Iterable
@@ -17,9 +11,6 @@ from typing import Any
 import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
-
-from shmload._building.queued import Refused
 
 _PLAIN = (bool, int, float, type(None))
 # They say where and how the numbers lie, which does not change them.
@@ -84,7 +75,7 @@ def _describe(func: Any, made: torch.Tensor, args: tuple[Any, ...], kwargs: dict
     named = {name: value for name, value in kwargs.items() if name not in _OF_MEMORY}
     name = str(func).removeprefix("aten.")
     if not (made.is_contiguous() and all(map(_is_plain, [*args, *named.values()]))):
-        raise Refused(f"it draws random numbers by {name} from more than sizes")
+        raise ValueError(f"it draws random numbers by {name} from more than sizes")
     return Draw(
         name=name,
         dtype=str(made.dtype).removeprefix("torch."),
@@ -98,38 +89,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
-
-
-# Hooks --------------------------------------------------------------------------------------------
-
-
-def next_number() -> int:
-    """Return the number that the next hook of this process gets."""
-    return RemovableHandle.next_id
-
-
-def renumber(models: Iterable[torch.nn.Module], by: int) -> None:
-    """Add to the numbers of all hooks of some models; their order stays."""
-    tables = {
-        id(held): held
-        for model in models
-        for module in model.modules()
-        for name, held in vars(module).items()
-        if "_hooks" in name and isinstance(held, dict)
-    }
-    for table in tables.values():
-        moved = [(number + by, hook) for number, hook in table.items()]
-        table.clear()
-        table.update(moved)
-
-
-def take_numbers(models: Iterable[torch.nn.Module], count: int) -> None:
-    """Give models whose hooks are numbered from 0 the next numbers of this process.
-
-    Args:
-        models: from a skeleton.
-        count: how many numbers their build takes, also for hooks that it removes.
-    """
-    if count:
-        renumber(models, next_number())
-        RemovableHandle.next_id += count

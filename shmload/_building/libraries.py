@@ -135,7 +135,7 @@ _POLL_S = 0.01
 
 def is_emptied(models: Iterable["torch.nn.Module"]) -> bool:
     """Tell whether a model of transformers has a parameter without bytes."""
-    from transformers import PreTrainedModel  # here, so that skeletons need no import of it
+    from transformers import PreTrainedModel  # not at the top: this module imports nothing heavy
 
     return any(
         parameter.is_meta

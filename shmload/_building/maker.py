@@ -105,12 +105,11 @@ class Maker:
         """Return the rule of a checkpoint, by the classes that were imported."""
         return rule_for(checkpoint, dtype)
 
-    def unsaid(self, kwargs: Mapping[str, Any], *, passes_models: bool) -> tuple[str, ...]:
+    def unsaid(self, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the beginnings of what the library logs only because of how shmload calls it.
 
         Args:
             kwargs: for `from_pretrained`.
-            passes_models: models are among them that the user has not passed.
         """
         return ()
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,13 @@ class PathRepair:
         below = text.replace(f"{self._view}/", f"{self._root.rstrip('/')}/")
         return below.replace(self._view, os.fspath(self._given))
 
-    def repair(self, pipe: object, *, but: Iterable[object] = ()) -> None:
+    def repair(self, pipe: object) -> None:
         """Repair every string reachable from a pipeline through attributes and containers.
 
         Args:
             pipe: where to begin; for a tuple, in each of its items.
-            but: objects to leave out.
         """
-        seen = set(map(id, but))
+        seen: set[int] = set()
         waiting = list(pipe) if isinstance(pipe, tuple) else [pipe]
         while waiting:
             container = waiting.pop()

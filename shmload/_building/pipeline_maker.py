@@ -182,10 +182,9 @@ class PipelineMaker(Maker):
         class_name = self._class.__name__ if is_named else ""
         return msgspec.structs.replace(without_others(source, taken), class_name=class_name)
 
-    def unsaid(self, kwargs: Mapping[str, Any], *, passes_models: bool) -> tuple[str, ...]:
+    def unsaid(self, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the beginnings of diffusers' warnings about what the user has not asked for."""
         reasons = {
-            "You have passed a non-standard module": passes_models,
             "You have disabled the safety checker": "safety_checker" in self.left_out,
             # It hands these components on under this name, too.
             "Keyword arguments {'prior_": any(name.startswith(_PREFIXES) for name in kwargs),

@@ -176,12 +176,10 @@ def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -
     return Key(built_name(hashlib.blake2b(text.encode()).hexdigest()), file)
 
 
-# One builds, all others recall ----------------------------------------------------------------------
+# One builds, all others recall --------------------------------------------------------------------
 
 
-def once(
-    key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], object] = bool
-) -> Any:
+def once(key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], object] = bool) -> Any:
     """Return what is remembered; otherwise make it, and remember it if it is to be kept.
 
     Args:

@@ -1,20 +1,20 @@
 """The state of the process that a build depends on: one list, for whatever was built before.
 
-A skeleton and a pipeline that was loaded ahead are what the libraries built in one state. A load in
-another state builds anew. The list has the modes and settings of torch, the constants of classes,
+A pipeline that was loaded ahead is what the libraries built in one state. A load in another state
+builds anew. The list has the modes and settings of torch, the constants of classes,
 and the tables in which programs register what the libraries then use. Code is compared elsewhere.
 """
 
 import logging
+import operator
 import sys
 import types
 import uuid
-from collections.abc import Callable, Container
-from typing import Any
+from collections.abc import Callable, Container, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from shmload._building.parts import modules, of_dict
 from shmload._compat import (
     REGISTRIES,
     global_hooks,
@@ -27,7 +27,6 @@ _RECURSION_LIMIT = 1000
 _PLAIN = (str, bool, int, float)
 # `copy` and `pickle` keep the names of slots in a class when they first meet it.
 _NEVER = ("__doc__", "__slotnames__")
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 LIBRARIES = frozenset({"diffusers", "transformers"})
 
 MODES: dict[str, Callable[[], object]] = {
@@ -98,19 +97,6 @@ def constants(kind: type) -> dict[str, object]:
     }
 
 
-def registered(value: Any) -> dict[Any, Any] | None:
-    """Return a table of classes and functions, maybe with their arguments; None for another.
-
-    A plain dict is one if its keys are names. torch has dicts whose keys are classes: each import
-    that defines classes adds some.
-    """
-    if type(value) is dict and not all(isinstance(key, str) for key in value):
-        return None
-    dicts = _dicts_of(value)
-    table = {key: each for held in dicts for key, each in dict.items(held)}
-    return table if dicts and all(map(_is_code, table.values())) else None
-
-
 def _dicts_of(value: Any) -> list[dict[Any, Any]]:
     """Return the dicts in which a table has its entries; none for what is no table."""
     own = [value] if isinstance(value, dict) else []
@@ -121,8 +107,30 @@ def _dicts_of(value: Any) -> list[dict[Any, Any]]:
     return own + [both[name] for name in REGISTRIES if isinstance(both.get(name), dict)]
 
 
-def _is_code(value: object) -> bool:
-    return isinstance(value[0] if isinstance(value, tuple) and value else value, _CODE)
+def modules() -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield name and module of all that is imported."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType):
+            yield name, module
+
+
+class _Held(NamedTuple):
+    """What a dict holds, to compare by identity."""
+
+    keys: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, value: dict[Any, Any]) -> Self:
+        """Read a dict; not as it iterates: transformers' `ACT2FN` makes its values then."""
+        return cls(list(dict.keys(value)), list(dict.values(value)))
+
+    def is_same(self, other: Self) -> bool:
+        """Tell whether another has the very same keys and values, in this order."""
+        return all(
+            len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+            for mine, theirs in zip(self, other, strict=True)
+        )
 
 
 class Tables:
@@ -130,7 +138,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._known = [
-            (home, name, value, [(held, of_dict(held)) for held in (*dicts, *_inner(dicts))])
+            (home, name, value, [(held, _Held.of(held)) for held in (*dicts, *_inner(dicts))])
             for home, module in modules()
             if home.partition(".")[0] in LIBRARIES
             for name, value in list(vars(module).items())
@@ -150,7 +158,7 @@ class Tables:
             # One that imports its names at their first use may not have this one yet.
             absent = value if hasattr(type(module), "__getattr__") else None
             is_here = module is None or vars(module).get(name, absent) is value
-            if not is_here or not all(of_dict(held).is_same(before) for held, before in contents):
+            if not is_here or not all(_Held.of(held).is_same(before) for held, before in contents):
                 return f"{home}.{name}"
         return None
 

@@ -4,6 +4,8 @@ Guarantee: what is restored has the classes, the values and the bytes of what wa
 tensors that shared memory share it again. What cannot be kept is refused, by its path.
 """
 
+import collections
+import copy
 import importlib
 import io
 import pickle
@@ -16,16 +18,17 @@ import tokenizers
 import torch
 from diffusers.configuration_utils import FrozenDict
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from shmload._building import tokenizer_parts
 from shmload._building.mapped import modules_of
-from shmload._building.pickling import register_classes, restore_frozen_dict
 from shmload._building.weights import lines_of, models_in
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
     arguments_of_capture,
     as_plain_tensors,
+    define_apply,
     make_capture,
     make_tensor_of_class,
     original_of_compiled,
@@ -185,7 +188,7 @@ class _Pickler(pickle.Pickler):
             self.packages.add(package)
             self.code.add(obj)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
-            return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
+            return _restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
@@ -300,6 +303,36 @@ def _bind(function: Any, owner: Any) -> types.MethodType:
 def _same(thing: Any) -> Any:
     """Return what stands for something else: a model for what torch has compiled of it."""
     return thing
+
+
+def _restore_frozen_dict(items: list[tuple[str, Any]], attributes: dict[str, Any]) -> Any:
+    """Restore the configuration of a model of diffusers."""
+    made = FrozenDict.__new__(FrozenDict)
+    for key, value in items:
+        collections.OrderedDict.__setitem__(made, key, value)
+    vars(made).update(attributes)
+    return made
+
+
+def register_classes(modules: Iterable[torch.nn.Module]) -> None:
+    """Register the classes of some modules with transformers.
+
+    The constructor of `PreTrainedModel` enters each class in a table of the process, which
+    capturing hidden states needs. A model that is unpickled, or whose class is replaced, never
+    runs that constructor.
+
+    Args:
+        modules: any modules; those that are not models of transformers are left out.
+    """
+    known = set()
+    for module in modules:
+        kind = type(module)
+        if isinstance(module, PreTrainedModel) and kind not in known:
+            known.add(kind)
+            unused = torch.nn.Module.__new__(kind)
+            PreTrainedModel.__init__(unused, copy.deepcopy(module.config))
+    if known:
+        define_apply()
 
 
 # Memory -------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from types import FunctionType, ModuleType
 import torch
 
 from shmload._building.libraries import what_is_behind
-from shmload._building.parts import modules
-from shmload._building.state import Tables, constants, modes, why_other
+from shmload._building.state import Tables, constants, modes, modules, why_other
 from shmload._compat import lazy_names
 from shmload._host.fingerprint import Fingerprint, files_below
 

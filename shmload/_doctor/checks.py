@@ -366,23 +366,6 @@ def _warm(source: str, dtype: object) -> str:
     return " ".join(("shmload warm", shlex.quote(source), *options))
 
 
-def skeletons(is_on: bool, found: Iterable[tuple[str, str, str]]) -> Judgement:
-    """Say which loads of a source have a skeleton, and why others have none.
-
-    Args:
-        is_on: whether loads use skeletons.
-        found: class, dtype and reason of each load that was judged; an empty reason where there is
-            a skeleton.
-    """
-    if not is_on:
-        return "ok", "turned off by SHMLOAD_SKELETONS=0", ""
-    said = [
-        f"{class_name} in {dtype}: {f'none: {reason}' if reason else 'yes'}"
-        for class_name, dtype, reason in found
-    ]
-    return "ok", "; ".join(said) or "none yet: made after the first load", ""
-
-
 # Devices ------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from shmload._checkpoints.library import library
 from shmload._checkpoints.remote import is_url
 from shmload._doctor import checks
 from shmload._doctor.checks import Finding, Judgement
@@ -182,13 +181,6 @@ def _source(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:
         yield "source", checks.objects(source, planned)
     else:
         yield from _files(source, dtype, planned)
-    if os.path.isfile(source):
-        yield "skeletons", ("ok", "none: they are for directories and hub ids", "")
-        return
-    has_diffusers = importlib.util.find_spec("diffusers") is not None
-    known = library("skeletons").skeletons_of(source) if has_diffusers else ()
-    found = [(each.class_name, each.dtype, each.reason) for each in known]
-    yield "skeletons", checks.skeletons(settings().skeletons, found)
 
 
 def _files(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:

@@ -101,10 +101,6 @@ class Lock(Descriptor):
         """Free the lock for all who have a descriptor of it, also for the process that left it."""
         unlock(self.fd)
 
-    def take_again(self) -> bool:
-        """Take it once more; return False if another process holds it now."""
-        return try_lock(self.fd, exclusive=True)
-
 
 def occupy_standard_streams() -> None:
     """Open /dev/null under each number from 0 to 2 that is closed, for good.

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -38,7 +37,7 @@ class Memo(Generic[_T]):
         kind: its type, which msgspec can encode.
         facts: what it depends on, with a version of how it is found out. Facts are the same if
             their `repr` is.
-        most: values that are kept of this kind; what was written or used least recently goes.
+        most: values that are kept of this kind; what was written least recently goes.
     """
 
     def __init__(self, folder: str, kind: type[_T], facts: object, *, most: int = 4096) -> None:
@@ -49,25 +48,11 @@ class Memo(Generic[_T]):
         self._kind = kind
         self._most = most
 
-    @classmethod
-    def of_key(cls, folder: str, kind: type[_T], key: str, *, most: int = 4096) -> Self:
-        """Return the memo with a key that another process has made."""
-        memo = cls(folder, kind, None, most=most)
-        memo.key = key
-        return memo
-
-    def read(self, *, is_use: bool = False) -> _T | None:
-        """Return the value; None if it is not remembered, or could be another user's.
-
-        Args:
-            is_use: note the use.
-        """
+    def read(self) -> _T | None:
+        """Return the value; None if it is not remembered, or could be another user's."""
         try:
             with open_folder(self.folder) as folder:
                 content = read_own(self.key, folder)
-                if is_use:
-                    with contextlib.suppress(OSError):  # root's, or on a file system to read from
-                        os.utime(self.key, dir_fd=folder.fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
@@ -113,17 +98,6 @@ class Memo(Generic[_T]):
             keys.sort(key=lambda key: os.stat(key, dir_fd=folder).st_mtime_ns)
             for key in keys[: -self._most]:
                 os.unlink(key, dir_fd=folder)
-
-
-def all_remembered(folder: str, kind: type[_T]) -> Iterator[_T]:
-    """Yield all values of a kind, in the order of their keys."""
-    keys: list[str] = []
-    with contextlib.suppress(OSError):
-        keys = sorted(filter(KEY.fullmatch, os.listdir(settings().cache_dir / folder)))
-    for key in keys:
-        value = Memo.of_key(folder, kind, key).read()
-        if value is not None:
-            yield value
 
 
 def _say_once(what: str, exc: OSError) -> None:

@@ -162,6 +162,13 @@ def rollup_nbytes(pid: int, kind: str, proc: Path = Path("/proc")) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
 
 
+def free_nbytes() -> int:
+    """Return how much memory this process may still take, in bytes."""
+    limit = cgroup_free_nbytes()
+    free = machine_free_nbytes()
+    return free if limit is None else min(free, limit)
+
+
 def memory_stall(kind: str, pressure: Path = Path("/proc/pressure/memory")) -> float:
     """Return how long tasks have waited for memory, in percent of the last ten seconds.
 

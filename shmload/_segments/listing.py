@@ -5,7 +5,8 @@ The names in /dev/shm are the only registry; each segment's header says what it 
 
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -19,7 +20,6 @@ from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
-
 
 # What a segment of a built object says, in words.
 _KEEPS = {"whole": "what a load builds", "models": "the models that a load builds"}
@@ -155,7 +155,7 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
 
 
-def _judged(info: SegmentInfo, current: Set[str]) -> SegmentInfo:
+def _judged(info: SegmentInfo, current: AbstractSet[str]) -> SegmentInfo:
     """Return a segment as not current if it keeps a built object and what that needs is not."""
     if not info.kept or current >= set(info.needs):
         return info
@@ -167,12 +167,13 @@ def _describe(segment: Segment) -> SegmentInfo:
         metadata = segment.read_metadata()
     except SegmentCorrupt:
         metadata = Metadata(conversion="corrupt")
+    identity = metadata.identity.removesuffix(BUILT_SUFFIX)
     return SegmentInfo(
         **msgspec.structs.asdict(metadata),
         name=segment.name,
         nbytes=segment.nbytes,
         is_leased=not try_lock(segment.fd, exclusive=True),
-        is_current=_is_of(source_path(metadata.source), metadata.identity.removesuffix(BUILT_SUFFIX)),
+        is_current=_is_of(source_path(metadata.source), identity),
         used_at=os.fstat(segment.fd).st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shmload._building.pickling import register_classes
+from shmload._building.structure import register_classes
 from shmload._host.collector import paused_gc
 from shmload._sharding.weights import (
     Split,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from shmload._host.idleness import free_nbytes
-from shmload._host.procfs import memory_stall, rollup_nbytes
+from shmload._host.procfs import free_nbytes, memory_stall, rollup_nbytes
 from shmload._templates import messages, wire
 from shmload._templates.messages import Call, Noted, State
 from shmload._templates.notes import Notes, Requests, warmed

@@ -1,26 +1,21 @@
-"""Fixtures of the process tests: checkpoints, orders of build and decode, skeletons, devices."""
+"""Fixtures of the process tests: checkpoints, orders of build and decode, devices."""
 
 import json
-import logging
 import threading
 
 import diffusers
 import pytest
 import torch
-import transformers
 from devices import LateDevice
 from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures for all here
 from pipelines import build as build_pipeline
 from safetensors.torch import save_file
-from traces import Messages
 from transformers import CLIPTextModelWithProjection
 from warming import TENSORS
 
 from benchmarks import single_files
-from shmload._building import build, examining, placing
+from shmload._building import placing
 from shmload._building.build import Build
-from shmload._building.skeletons import skeleton_memo
-from shmload._building.snapshot import Snapshot
 from shmload._cli.main import main
 from shmload._devices.stream import Stream
 from shmload._loading.load import Load
@@ -172,52 +167,6 @@ def large_pipeline(tmp_path):
     )
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
     return source
-
-
-# Skeletons ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def examine():
-    """Return what examines a load as the judge does, but nothing twice: it takes seconds.
-
-    A load that was examined in a test before is not examined again, if what was made then can be
-    used in this process.
-    """
-    skeletons = {}
-
-    def examine(request):
-        made = skeletons.get(request.key)
-        if made is None or not made.models or made.why_not():
-            made = skeletons[request.key] = examining.examine(request)
-        return made
-
-    return examine
-
-
-@pytest.fixture
-def skeletons(configure, tmp_path, monkeypatch, examine):
-    """Turn skeletons on, in a directory of this test, and judge each load at once.
-
-    Return a function that lists the files of those that have a skeleton.
-    """
-    if transformers.__version__ < "5":
-        pytest.skip("diffusers 0.35 has transformers 4 warn at every load")
-    configure(skeletons=1, cache_dir=tmp_path / "cache")
-    folder = tmp_path / "cache" / "skeletons"
-    # To look at all objects of this process takes seconds; tests of the judge do it.
-    monkeypatch.setattr(Snapshot, "_walk", lambda *_: None)
-
-    def judge(request):
-        skeleton_memo(request.key).write(examine(request))
-
-    def made():
-        found = {path: skeleton_memo(path.name).read() for path in sorted(folder.glob("*"))}
-        return [path for path, skeleton in found.items() if skeleton and skeleton.models]
-
-    monkeypatch.setattr(build, "ask", judge)
-    monkeypatch.setattr(Messages, "level_heard", logging.WARNING)
-    return made
 
 
 @pytest.fixture

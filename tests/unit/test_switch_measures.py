@@ -36,9 +36,6 @@ class FakeBench(Bench):
     def ask(self, function, /, *arguments, prefix=(), **variables):
         return FOUND
 
-    def wait_for_skeletons(self):
-        pass
-
 
 @pytest.mark.parametrize(
     ("measure", "wanted"),

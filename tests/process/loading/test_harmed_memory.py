@@ -11,9 +11,9 @@ import shmload
 from shmload._host.memo import Memo
 from shmload._settings import settings
 
-pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("skeletons")]
+pytestmark = pytest.mark.libraries
 
-_STORES = {"classes", "rules", "skeletons", "unpickled"}
+_STORES = {"classes", "rules", "unpickled"}
 
 
 @pytest.fixture
@@ -28,10 +28,9 @@ def load(saved, configure, tmp_path, evicts):
     torch.save(tensors, older, _use_new_zipfile_serialization=False)
 
     def load_all(**given):
-        configure(skeletons=1, **(place | given))
+        configure(**(place | given))
         got = shmload.load_model("AutoencoderKL", source, **vae).state_dict()
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-        configure(skeletons=0, **(place | given))
         pipe = shmload.load_pipeline(
             source, dtype="bfloat16", pipeline_class="StableDiffusionPipeline"
         )

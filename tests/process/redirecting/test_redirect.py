@@ -157,19 +157,6 @@ def test_second_load_reads_nothing(saved, ways, monkeypatch):
     assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
 
 
-@pytest.mark.slow
-def test_skeletons_are_used(saved, ways, skeletons, built):
-    source = str(saved("stable-diffusion"))
-    with shmload.redirect():
-        first, again = (
-            diffusers.StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
-            for _ in range(2)
-        )
-    assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
-    assert ways.taken == ["shmload", "shmload"], ways.lines
-    assert (len(skeletons()), len(built)) == (1, 1)
-
-
 # Whose calls --------------------------------------------------------------------------------------
 
 

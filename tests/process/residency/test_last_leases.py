@@ -1,9 +1,7 @@
 """Releasing the last lease of a shared segment removes it, in any process and at any time."""
 
-import gc
 
 import pytest
-import torch
 
 import shmload
 from shmload._segments import upkeep
@@ -19,17 +17,6 @@ def source(saved):
 def handle(source):
     with shmload.share(source, torch_dtype="bfloat16", components=["vae"]) as shared:
         yield shared
-
-
-@pytest.mark.slow
-def test_pipeline_from_a_skeleton(source, skeletons, shm_names):
-    for _ in range(2):
-        pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, share=True)
-        assert len(shm_names()) == 4
-        del pipe
-        gc.collect()
-        assert shm_names() == []
-    assert skeletons()
 
 
 def test_tensors_of_one_component(handle, source, shm_names):

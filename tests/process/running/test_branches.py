@@ -62,7 +62,7 @@ def place(sources):
     opened.environment |= {
         "SHMLOAD_CACHE_DIR": str(opened.folder / "cache"),
         "HF_HUB_OFFLINE": "1",
-        "SHMLOAD_SKELETONS": "0",
+        "SHMLOAD_REMEMBER": "0",
     }
     for name in ("a.py", "b.py", "c.py"):
         (opened.work / name).write_text(_LOADS)

@@ -80,7 +80,7 @@ def source(saved, tmp_path_factory):
 def program(running, source):
     """Return what runs a program that loads the source, and gives what it has printed."""
     running.environment["SHMLOAD_CACHE_DIR"] = str(running.folder / "cache")
-    running.environment |= {"HF_HUB_OFFLINE": "1", "SHMLOAD_SKELETONS": "0"}
+    running.environment |= {"HF_HUB_OFFLINE": "1", "SHMLOAD_REMEMBER": "0"}
     running.shmload("template", "warm")
     path = running.work / "app.py"
 

@@ -104,12 +104,6 @@ def test_source_is_examined_without_being_changed(examine, tmp_path):
     assert found["reading"].detail.endswith("the file is small")
 
 
-def test_file_is_told_that_skeletons_are_for_directories(examine, tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(2)}, path)
-    assert "directories" in examine(str(path))["skeletons"].detail
-
-
 def test_room_is_judged_by_the_source(examine, monkeypatch, tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(1 << 20)}, path)
