@@ -89,7 +89,9 @@ def measure_keys(bench: Bench) -> list[Figure]:
     """`load_model` of a resident model with as many keys as the largest models have."""
     small, source = (bench.source(name) / "transformer" for name in ("flux-small", "flux-keys"))
     attach = Attach(bench, source, "flux", small)
-    rounds = attach.rounds(without=attach.by_shmload(SHMLOAD_REMEMBER="0"), diffusers=attach.by("diffusers"))
+    rounds = attach.rounds(
+        without=attach.by_shmload(SHMLOAD_REMEMBER="0"), diffusers=attach.by("diffusers")
+    )
     calls = rounds.samples("call_s")
     calls["shmload, with SHMLOAD_REMEMBER=0"] = calls.pop("without")
     count = int(rounds.sample("shmload", "keys").median)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shmload._building.fit import Fit
-from shmload._building.keywords import QUANTISING_KEYWORDS
 from shmload._building.libraries import Said, said_here
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.route import Options, Route, choose_route
@@ -195,11 +194,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         if destination:
             place = functools.partial(self._place, destination, load, way.ring)
         self.inodes.update(load.holdings.inodes())
-        # What the library quantises is published as a whole (`once`).
-        is_quantised = any(map(self.kwargs.get, QUANTISING_KEYWORDS))
         build = Build(
             *(source, self.maker, rules, load, self.dtype, self.kwargs, place, self.said),
-            shares_made=self.options.keep is True and not (destination or is_quantised),
         )
         with self.progress.steps.during(Step.BUILDING):
             return build.run(verify=self.options.verify, may_be_wrong=way.is_cast)

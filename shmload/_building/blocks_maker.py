@@ -105,7 +105,7 @@ class BlocksMaker(SingleFileMaker):
     @contextlib.contextmanager
     def _weights(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         """Yield mapped tensors."""
-        from shmload._building.movement import Joins
+        from shmload._building.joins import Joins
 
         with Descriptor(open_source(Path(path))) as segment:
             tensors = self._read_tensors(segment.fd)

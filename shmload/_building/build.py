@@ -25,7 +25,6 @@ from shmload._building.libraries import (
     libraries,
     require_undisturbed,
 )
-from shmload._building.made import share_made
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.mapped import (
     Spans,
@@ -41,7 +40,6 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source, has_none_else, weight_files
 from shmload._devices.destination import BytesNeeded
 from shmload._host.changes import Change
-from shmload._host.memory import give_back_freed
 from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
@@ -68,7 +66,6 @@ class Build:
         place: copies what was built to its devices, after or while the bytes are decoded; None to
             leave it on the CPU.
         said: what the libraries have logged in this call, which is not logged again.
-        shares_made: weights that the library makes lie in segments, too, and stay.
     """
 
     def __init__(
@@ -81,8 +78,6 @@ class Build:
         kwargs: dict[str, Any],
         place: Callable[[Any], None] | None = None,
         said: Said | None = None,
-        *,
-        shares_made: bool = False,
     ) -> None:
         self._source = source
         self._maker = maker
@@ -92,7 +87,6 @@ class Build:
         self._torch_dtype = torch_dtype
         self._kwargs = kwargs
         self._said: Said = set() if said is None else said
-        self._shares_made = shares_made
         self._is_local = os.path.exists(source.given)
         # A model of the hub names its folder in the cache, as the library's own does.
         is_named = self._is_local or is_url(source.given)
@@ -198,20 +192,12 @@ class Build:
         holdings, parts = self._load.holdings, self._maker.parts(pipe)
         segments, inodes = holdings.segments(), holdings.inodes()
         private = hold_leases(parts.values(), segments, Spans(inodes))
-        with contextlib.ExitStack() as closing:
-            if private and self._shares_made:
-                loaded = {name: part for name, part in parts.items() if name not in self._kwargs}
-                made, shared = share_made(loaded, private, self._source)
-                segments += map(closing.enter_context, made)
-                inodes |= {each.inode for each in made}
-                private = {key: size for key, size in private.items() if key not in shared}
-                give_back_freed()
-            if private:
-                say_what_is_private(private, parts, self._source, self._kwargs)
-            if homes := Homes(segments, Spans(inodes)):
-                for part in parts.values():
-                    if isinstance(part, torch.nn.Module):
-                        watch(part, homes)
+        if private:
+            say_what_is_private(private, parts, self._source, self._kwargs)
+        if homes := Homes(segments, Spans(inodes)):
+            for part in parts.values():
+                if isinstance(part, torch.nn.Module):
+                    watch(part, homes)
 
     @property
     def _reads_at_once(self) -> bool:
@@ -272,18 +258,6 @@ class Build:
         return all(map(spans.holds_unread, chain.from_iterable(map(plain_tensors, tensors))))
 
     def _was_cast_wrongly(self, pipe: Any) -> bool:
-        """Tell whether the segments should have had the stored dtypes."""
-        is_cast = any(rule.target for rule in self._rules.values())
-        if is_cast and self._maker.computed:
-            logger.warning(
-                "%s: diffusers computes with these weights (%s); loading it without conversion",
-                self._source.given,
-                self._maker.computed,
-            )
-            return True
-        return self._has_other_dtypes(pipe)
-
-    def _has_other_dtypes(self, pipe: Any) -> bool:
         """Tell whether a model has other dtypes than its rule says, and forget such rules.
 
         A tensor that the rule gave fewer bits than the model wants has lost precision.

@@ -45,11 +45,6 @@ class Maker:
     """Whether building reads weights, so that they must be decoded before."""
     keeps_blocks = False
     """Whether it makes models of quantised blocks, beside which other tensors are cast."""
-    computed = ""
-    """Name of an operation by which `make` computed with weights; empty if it only moved them.
-
-    Such weights must not be cast before.
-    """
     uncast_rule = RAW
     """The rule of a load without conversion."""
     left_out: Collection[str] = ()

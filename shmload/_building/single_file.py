@@ -2,7 +2,8 @@
 
 `from_single_file` casts every float of the file to one dtype (diffusers 0.35 to 0.42), after it
 has given the tensors the names that the models have, and joined or split some. So the file's
-tensors may be cast before, as long as nothing computes with them; `Movement` watches that.
+tensors may be cast before: no class of diffusers 0.35 to 0.42 computes with them, which a test
+watches.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shmload._building.keywords import require_taken_by_file
-from shmload._building.maker import Maker, as_torch, find_class_named, require_installed, with_dtype
+from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.known import format_named
@@ -96,7 +97,6 @@ class SingleFileMaker(Maker):
             _require_method(wanted, self.argument)
         self._wanted = wanted
         self._class: Any = None
-        self._compute_dtype: Any = None
 
     def find(
         self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
@@ -161,17 +161,9 @@ class SingleFileMaker(Maker):
         return self.likely_rule(checkpoint, dtype)
 
     def make(self, path: str | os.PathLike[str], dtype: object, kwargs: Mapping[str, Any]) -> Any:
-        """Let diffusers build it, and watch what it does with the file's tensors."""
-        import torch
-
-        from shmload._building.movement import Movement
-
-        given = with_dtype(kwargs, dtype)
-        target: Any = as_torch(dtype) or self._compute_dtype or torch.float32
-        with self._weights(path) as weights, Movement(path, target) as movement:
-            made = getattr(self._class, _METHOD)(weights, **given)
-        self.computed = movement.computed
-        return made
+        """Let diffusers build it."""
+        with self._weights(path) as weights:
+            return getattr(self._class, _METHOD)(weights, **with_dtype(kwargs, dtype))
 
     @contextlib.contextmanager
     def _weights(self, path: str | os.PathLike[str]) -> Iterator[Any]:

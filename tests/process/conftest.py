@@ -14,7 +14,7 @@ from transformers import CLIPTextModelWithProjection
 from warming import TENSORS
 
 from benchmarks import single_files
-from shmload._building import placing
+from shmload._building import placing, remembered
 from shmload._building.build import Build
 from shmload._cli.main import main
 from shmload._devices.stream import Stream
@@ -167,6 +167,13 @@ def large_pipeline(tmp_path):
     )
     diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
     return source
+
+
+@pytest.fixture
+def remembers(configure, monkeypatch):
+    """Have loads with `keep` remember what they build, and return that in place of any copy."""
+    configure(remember=1)
+    monkeypatch.setattr(remembered, "_MUCH_NBYTES", 1)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Releasing the last lease of a shared segment removes it, in any process and at any time."""
 
-
 import pytest
 
 import shmload

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from movement import Movement
 from safetensors.torch import load_file, save_file
-
-from shmload._building.movement import Movement
 
 
 @pytest.fixture
