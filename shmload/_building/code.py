@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shmload._building.structure import CannotKeep, CannotKeepHere
-from shmload._host.fingerprint import Stamp, files_below, fingerprint
+from shmload._host.fingerprint import files_below, fingerprint
 
 # These are libraries also where they are installed editable; all their files count then.
 _LIBRARIES = {
@@ -28,6 +28,10 @@ _GENERATED = "<string>"  # the file of the constructors that dataclasses get
 _STARTED_AT_FIELD = 19
 """Of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
 _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
+
+
+Stamp = tuple[int, int, int]
+"""Size in bytes, inode, and the time of the last change in ns."""
 
 
 def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
@@ -57,8 +61,7 @@ def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
             found[name] = _stamp_of(path)
         elif package not in found:
             found[package] = _stamp_of_all(editable[package])
-    newest = max((max(mtime, ctime) for *_, mtime, ctime in found.values()), default=0)
-    if newest > _process_began_ns():
+    if max((mtime for *_, mtime in found.values()), default=0) > _process_began_ns():
         raise CannotKeepHere("a file of a library has changed since this process began")
     return found
 
@@ -116,17 +119,20 @@ def _editable() -> dict[str, str]:
 
 
 def _stamp_of(path: str) -> Stamp:
+    """Return size, inode and time of a file.
+
+    As Python itself, which compares size and time with those of compiled code. A further hard link,
+    as uv makes for each environment, is no change.
+    """
     found = fingerprint(path)
-    return found.lasting if found else (0, 0, 0, 0)
+    return (found.nbytes, found.inode, found.mtime_ns) if found else (0, 0, 0)
 
 
 def _stamp_of_all(folder: str) -> Stamp:
-    """Return one stamp of all files of Python below a folder: sums, and the latest times."""
-    found = [
-        each.lasting for name, each in files_below(folder).items() if each and name.endswith(".py")
-    ]
-    nbytes, inodes, mtimes, ctimes = zip(*found, strict=True)
-    return sum(nbytes), sum(inodes), max(mtimes), max(ctimes)
+    """Return one stamp of all files of Python below a folder: sums, and the latest time."""
+    names = [name for name in files_below(folder) if name.endswith(".py")]
+    nbytes, inodes, mtimes = zip(*map(_stamp_of, names), strict=True)
+    return sum(nbytes), sum(inodes), max(mtimes)
 
 
 def _process_began_ns() -> int:

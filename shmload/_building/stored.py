@@ -15,14 +15,13 @@ from typing import Any
 import msgspec
 import torch
 
-from shmload._building.code import require_same
+from shmload._building.code import Stamp, require_same
 from shmload._building.homecoming import watch
 from shmload._building.homes import Home, Homes
 from shmload._building.mapped import Spans, hold_leases, map_ranges
 from shmload._building.structure import Structure, put_together
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
-from shmload._host.fingerprint import Stamp
 from shmload._segments.segment import Segment, attach
 from shmload.errors import PublicationBroken
 
