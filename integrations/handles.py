@@ -95,7 +95,11 @@ class Handle:
 
     @property
     def identity(self) -> str:
-        """A digest of the source's files; any change of a file gives another one."""
+        """A digest of the source's files, the same on each host that has them in a hub cache.
+
+        Any change of a file gives another one, but for a blob of a hub cache that keeps its name
+        and its size: its bytes are not compared.
+        """
         return self._recipe.identity
 
     @property

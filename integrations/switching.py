@@ -1,41 +1,37 @@
 """`Switcher`: several pipelines in one process, within a budget.
 
-Guarantee: each pipeline is used by one `with` block at a time, and one in use is never given up. A
-block may begin in one thread and end in another, or be an asyncio task's. A forked child has the
-pipelines that its parent had loaded, and uses them without its parent.
+Guarantee: each pipeline is used by one block at a time, and one in use is never given up. A block
+may begin in one thread and end in another, or be an asyncio task's. A forked child has the
+pipelines that its parent had loaded, and none of its uses.
+
+The lock is held for moments only: a load, a move and a removal go on without it. A model that comes
+has its room in the budget before. One that goes is in use by the switcher until it has gone.
 """
 
 import asyncio
-import contextlib
-import functools
 import gc
-import itertools
 import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self
 
 import msgspec
-import torch
 
-from shmload._building.mapped import Spans, host_tensors
+from shmload._building.mapped import measure
 from shmload._building.weights import models_in
 from shmload._checkpoints.wanted import is_publication
-from shmload._compat import as_plain_tensors
 from shmload._host.changes import add_row
-from shmload._placement.inventory import canonical_device, is_on_the_host, machine_inventory
-from shmload._segments.listing import names_by_inode, segments_by_lock
+from shmload._placement import inventory
+from shmload._segments.listing import segments_by_lock
 from shmload._segments.removal import remove_idle
-from shmload._settings import parse_nbytes, settings
-from shmload._wording import logger_of, nearest
+from shmload._settings import settings
+from shmload._wording import nearest
 from shmload.errors import ArgumentError, DeviceMissing, NoRoom, SwitchTimeout
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.mixing import mix
-
-logger = logger_of(__name__)
 
 # The two places with a budget, by the names of the arguments that set it.
 _HOST, _DEVICE = "budget", "device_budget"
@@ -55,39 +51,21 @@ class SwitcherFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the weights of its pipelines take on the host now, in bytes."""
 
 
-class _Model:
+class _Model(msgspec.Struct, eq=False):
     """One named pipeline, loaded or not."""
 
-    def __init__(self, name: str, load: Callable[[], Any]) -> None:
-        self.name = name
-        self.load = load
-        self.pipe: Any = None
-        self.user: int | None = None
-        """The thread in which the block began that uses it; None if no block does."""
-        self.places: set[str] = set()
-        """Of `_HOST` and `_DEVICE` those where its weights are."""
-        self.sizes: dict[str, dict[str, int]] = {_HOST: {}, _DEVICE: {}}
-        """What it takes in each place, in bytes, as of its last load: by the names of segments, and
-        by its own name for weights that lie in none."""
-
-    def look(self) -> None:
-        """Look where its weights lie on the host, and how large they are."""
-        names = names_by_inode()
-        nbytes = {info.name: info.nbytes for info in segments_by_lock()}
-        spans = Spans(set(names))
-        with as_plain_tensors():
-            models = models_in(self.pipe).values()
-            tensors = list(itertools.chain(*map(host_tensors, models)))
-            copied = sum({each.data_ptr(): each.nbytes for each in tensors}.values())
-            storages = {(s := each.untyped_storage()).data_ptr(): s.nbytes() for each in tensors}
-        self.sizes = {_HOST: {self.name: 0}, _DEVICE: {self.name: copied}}
-        for address, size in storages.items():
-            mapping = spans.find_address(address)
-            segment = names[mapping.inode] if mapping else ""
-            if segment in nbytes:
-                self.sizes[_HOST][segment] = nbytes[segment]
-            else:
-                self.sizes[_HOST][self.name] += size
+    name: str
+    load: Callable[[], Any]
+    pipe: Any = None
+    user: object = None
+    """The `Use` that has it, or the switcher that frees it; None if it is idle."""
+    used_at: float = 0.0
+    """When its last use began, by `time.monotonic`."""
+    places: set[str] = set()
+    """Of `_HOST` and `_DEVICE` those where its weights are, or where they have room."""
+    sizes: dict[str, dict[str, int]] = {}
+    """What it takes in each place, in bytes, as of its last load: by the names of segments, and by
+    its own name for weights that lie in none. Empty if it is not known."""
 
 
 class Use:
@@ -95,67 +73,39 @@ class Use:
 
     def __init__(self, switcher: "Switcher", model: _Model) -> None:
         self._switcher = switcher
-        self._model = model
+        self.model = model
 
     def __enter__(self) -> Any:
-        return self._switcher._lend(self._model)
+        return self._switcher._lend(self.model, self)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._switcher._take_back(self._model)
+        self._switcher._take_back(self.model, self)
 
     async def __aenter__(self) -> Any:
         # In a thread of its own: the loop goes on, and its executor stays free for the block that
         # has the pipeline.
-        loop = asyncio.get_running_loop()
-        lent: asyncio.Future[Any] = loop.create_future()
-        waiting = _Waiting(self, loop, lent)
-        threading.Thread(target=waiting.lend, name="shmload-use", daemon=True).start()
+        lent: Future[Any] = Future()
+        lent.set_running_or_notify_cancel()  # a task that is cancelled cancels no use
+        threading.Thread(target=self._lend, args=(lent,), name="shmload-use", daemon=True).start()
         try:
-            return await lent
-        except asyncio.CancelledError:
-            waiting.abandon()
+            return await asyncio.wrap_future(lent)
+        except BaseException:
+            lent.add_done_callback(self._abandon)
             raise
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.__exit__()
 
-
-class _Waiting:
-    """A use that a task waits for; a task that is cancelled leaves nothing in use."""
-
-    def __init__(
-        self, use: Use, loop: asyncio.AbstractEventLoop, lent: "asyncio.Future[Any]"
-    ) -> None:
-        self._use, self._loop, self._lent = use, loop, lent
-        self._lock = threading.Lock()
-        self._is_abandoned = self._has_it = False
-
-    def lend(self) -> None:
+    def _lend(self, lent: Future[Any]) -> None:
         try:
-            pipe = self._use.__enter__()
+            lent.set_result(self.__enter__())
         except BaseException as exc:
-            self._tell(self._lent.set_exception, exc)
-            return
-        with self._lock:
-            self._has_it = not self._is_abandoned
-        if self._has_it:
-            self._tell(self._lent.set_result, pipe)
-        else:
-            self._use.__exit__()
+            lent.set_exception(exc)
 
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-        if self._has_it:
-            self._use.__exit__()
-
-    def _tell(self, answer: Callable[[Any], None], value: Any) -> None:
-        def tell() -> None:
-            if not self._lent.done():
-                answer(value)
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
-            self._loop.call_soon_threadsafe(tell)
+    def _abandon(self, lent: Future[Any]) -> None:
+        """End a use whose task was cancelled, or whose loop has ended."""
+        if lent.exception() is None:
+            self.__exit__()
 
 
 class Switcher:
@@ -194,26 +144,21 @@ class Switcher:
         **load_kwargs: Any,
     ) -> None:
         if isinstance(models, str | os.PathLike):
-            raise ArgumentError(
-                f"models is one path, {models!r}; give a list of sources, or a dict"
-            )
+            raise ArgumentError(f"give a list of sources, or a dict, instead of {models!r}")
         given = models if isinstance(models, Mapping) else {each: each for each in models}
-        named = {os.fspath(name): each for name, each in given.items()}
-        # The one that was not used for longest is the first.
-        self._models = OrderedDict(
-            (name, _Model(name, _loader(name, each, load_kwargs))) for name, each in named.items()
-        )
-        self._budgets = {_HOST: _parse(_HOST, budget)}
-        self._device: torch.device | None = None
-        if device is None and device_budget is not None:
-            raise ArgumentError("device_budget needs a device")
+        made = (_parse_model(os.fspath(name), each, load_kwargs) for name, each in given.items())
+        self._models = {model.name: model for model in made}
+        self._budgets = {_HOST: inventory.parse_size(_HOST, budget)}
+        self._device: str | None = None
         if device is not None:
             self._device, self._budgets[_DEVICE] = _find_device(device, device_budget)
+        elif device_budget is not None:
+            raise ArgumentError("device_budget needs a device")
         self._changed = threading.Condition()
-        """Held while what follows, or a model, is read or changed; notified when a use ends."""
-        self._is_loading = False
+        """Held while what follows, or a model, is read or changed; notified when a model may be
+        used again, takes less, or is known to."""
         self._is_closed = False
-        self._ended = self._hits = self._loads = self._given_up = 0
+        self._counts = {"hits": 0, "loads": 0, "given_up": 0}
         _all.add(self)
 
     def use(self, name: _Name) -> Use:
@@ -232,7 +177,9 @@ class Switcher:
             SwitchTimeout: then: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
             Exception: then: any error of `load_pipeline`.
         """
-        return Use(self, self._find(name))
+        if model := self._models.get(os.fspath(name)):
+            return Use(self, model)
+        raise ArgumentError(f"no model is called {name!r}{nearest(str(name), list(self._models))}")
 
     def reload(self, name: _Name) -> None:
         """Give up a pipeline, so that its next use loads it again: the newest of a publication.
@@ -240,23 +187,19 @@ class Switcher:
         Raises:
             ArgumentError, SwitchTimeout: as `use`.
         """
-        model = self._find(name)
-        self._claim(model, _deadline())
+        model = self.use(name).model
+        self._claim(model, self, time.monotonic() + settings().wait_timeout_s)
         try:
-            self._drop(model)
+            self._give_up(model)
+            model.sizes = {}  # the newest may be smaller
         finally:
-            self._take_back(model)
+            self._take_back(model, self)
 
     @property
     def figures(self) -> SwitcherFigures:
         """What it has done."""
         with self._changed:
-            return SwitcherFigures(
-                hits=self._hits,
-                loads=self._loads,
-                given_up=self._given_up,
-                held_nbytes=_nbytes_of(self._in(_HOST), _HOST),
-            )
+            return SwitcherFigures(**self._counts, held_nbytes=_nbytes(_HOST, self._in(_HOST)))
 
     def close(self) -> None:
         """Give up all pipelines, each when it is not used; their segments stay resident.
@@ -265,10 +208,13 @@ class Switcher:
         """
         with self._changed:
             self._is_closed = True
-            for model in self._models.values():
-                if model.user is None:
-                    self._drop(model)
+            idle = [each for each in self._in(_HOST) if not each.user]
+            for model in idle:
+                model.user = self
             self._changed.notify_all()
+        for model in idle:
+            self._give_up(model)
+            self._take_back(model, self)
 
     def __enter__(self) -> Self:
         return self
@@ -276,156 +222,153 @@ class Switcher:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _find(self, name: _Name) -> _Model:
-        found = self._models.get(os.fspath(name))
-        if found is None:
-            known = list(self._models)
-            raise ArgumentError(f"no model is called {name!r}{nearest(str(name), known)}")
-        return found
-
     # Uses ---------------------------------------------------------------------------------------
 
-    def _lend(self, model: _Model) -> Any:
-        deadline = _deadline()
-        self._claim(model, deadline)
+    def _lend(self, model: _Model, user: Use) -> Any:
+        deadline = time.monotonic() + settings().wait_timeout_s
+        self._claim(model, user, deadline)
         try:
-            if model.places == self._budgets.keys():
-                self._hits += 1
-            else:
-                self._make_ready(model, deadline)
+            with self._changed:
+                self._counts["hits"] += model.places == self._budgets.keys()
+            for place in self._budgets:
+                while place not in model.places:
+                    self._bring(model, place, deadline)
+            return model.pipe
         except BaseException:
-            self._take_back(model)
+            self._take_back(model, user)
             raise
-        return model.pipe
 
-    def _claim(self, model: _Model, deadline: float) -> None:
-        """Wait until no block uses a model, and use it."""
+    def _claim(self, model: _Model, user: object, deadline: float) -> None:
+        """Wait until a model is idle, and use it."""
         with self._changed:
-            self._wait(model, lambda: model.user is None, deadline)
-            model.user = threading.get_ident()
-            self._models.move_to_end(model.name)
+            self._wait(model, lambda: not model.user, deadline)
+            model.user, model.used_at = user, time.monotonic()
 
-    def _take_back(self, model: _Model) -> None:
+    def _take_back(self, model: _Model, user: object) -> None:
         with self._changed:
-            model.user = None
-            self._ended += 1
-            if self._is_closed:
-                self._drop(model)
-            self._changed.notify_all()
+            if model.user is user:  # not so in a child that was forked in the block
+                model.user = None
+                self._changed.notify_all()
+        if self._is_closed:
+            self.close()
 
     def _wait(self, model: _Model, is_over: Callable[[], bool], deadline: float) -> None:
-        """Wait until something is so, with `_changed` held.
+        """Wait until something is so, with the lock held.
 
         Raises:
             ArgumentError: the switcher is closed.
             SwitchTimeout: the time is over.
         """
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = deadline - time.monotonic()
         is_so = self._changed.wait_for(lambda: self._is_closed or is_over(), left_s)
         if self._is_closed:
             raise ArgumentError(f"{model.name} is of a switcher that is closed")
         if not is_so:
-            others = [m.name for m in self._models.values() if m.user and m is not model]
-            used = others or [model.name]
-            raise SwitchTimeout(model.name, settings().wait_timeout_s, used)
+            used = [m.name for m in self._models.values() if m.user and m is not model]
+            raise SwitchTimeout(model.name, settings().wait_timeout_s, used or [model.name])
 
     # Room ---------------------------------------------------------------------------------------
 
-    def _make_ready(self, model: _Model, deadline: float) -> None:
-        """Load a model that this block uses, and bring it to the device; one at a time does so."""
-        with self._changed:
-            self._wait(model, lambda: not self._is_loading, deadline)
-            self._is_loading = True
-        try:
-            while model.pipe is None:
-                self._wait_for_room(model, _HOST, deadline)
-                self._load(model)
-            if self._device and _DEVICE not in model.places:
-                self._wait_for_room(model, _DEVICE, deadline)
-                model.places.add(_DEVICE)
-                try:
-                    model.pipe.to(self._device)
-                except BaseException:  # it is full
-                    self._leave(model, _DEVICE)
-                    raise
-        finally:
-            with self._changed:
-                self._is_loading = False
-                self._changed.notify_all()
+    def _bring(self, model: _Model, place: str, deadline: float) -> None:
+        """Wait until a model fits beside those in use, and bring it to a place.
 
-    def _load(self, model: _Model) -> None:
-        """Load a model; if it does not fit beside what others use, give it up again."""
-        model.pipe = model.load()
-        model.places.add(_HOST)
-        model.look()
-        with self._changed:
-            self._loads += 1
-            if not self._has_room(model, _HOST):
-                self._leave(model, _HOST)
-
-    def _wait_for_room(self, model: _Model, place: str, deadline: float) -> None:
-        """Wait until there is room for a model, as far as its size is known."""
-        with self._changed:
-            while not self._has_room(model, place):
-                self._wait_for_an_end(model, self._ended, deadline)
-
-    def _wait_for_an_end(self, model: _Model, ended: int, deadline: float) -> None:
-        self._wait(model, lambda: self._ended != ended, deadline)
-
-    def _has_room(self, model: _Model, place: str) -> bool:
-        """Have idle models leave a place until one fits; tell whether it does.
+        It is not there afterwards if the room was taken meanwhile, or if a load has shown that the
+        model is larger than was known.
 
         Raises:
-            NoRoom: it does not fit alone.
+            NoRoom: it does not fit alone, there or in another place.
         """
-        most = self._budgets[place]
-        if (needed := _nbytes_of([model], place)) > most:
+        with self._changed:
+            if small := self._too_small_for(model):
+                raise NoRoom(model.name, _nbytes(small, [model]), self._budgets[small], small)
+            self._wait(model, lambda: self._may_fit(model, place), deadline)
+        if not self._make_room(model, place):
+            return
+        try:
+            self._load(model) if place == _HOST else model.pipe.to(self._device)
+        except BaseException:
             self._leave(model, place)
-            raise NoRoom(model.name, needed, most, place)
-        while True:
-            others = [each for each in self._in(place) if each is not model]
-            if _nbytes_of([model, *others], place) <= most:
-                return True
-            idle = next((each for each in others if each.user is None), None)
-            if idle is None:
-                return False
-            self._leave(idle, place)
+            raise
 
-    def _in(self, place: str) -> list[_Model]:
-        return [each for each in self._models.values() if place in each.places]
+    def _make_room(self, model: _Model, place: str) -> bool:
+        """Give a model room in a place, which idle ones leave for it; tell whether it has it.
+
+        None leaves if that would not be enough.
+        """
+        while True:
+            with self._changed:
+                there = self._in(place)
+                if not self._may_fit(model, place):
+                    return False
+                if _nbytes(place, [model, *there]) <= self._budgets[place]:
+                    model.places.add(place)
+                    return True
+                idle = min((m for m in there if not m.user), key=lambda m: m.used_at)
+                idle.user = self
+            try:
+                self._leave(idle, place)
+            finally:
+                self._take_back(idle, self)
+
+    def _load(self, model: _Model) -> None:
+        """Load a model that has room; if it needs more than there is, give it up again."""
+        pipe = model.load()
+        sizes, copied = measure(models_in(pipe).values(), model.name)
+        with self._changed:
+            model.pipe, model.sizes = pipe, {_HOST: sizes, _DEVICE: {model.name: copied}}
+            self._counts["loads"] += 1
+            self._changed.notify_all()
+        if self._too_small_for(model) or not self._make_room(model, _HOST):
+            self._leave(model, _HOST)
 
     def _leave(self, model: _Model, place: str) -> None:
         """Free what a model takes in a place, with its segments if they can go."""
         if place == _HOST:
-            self._drop(model)
-            infos = {info.name: info for info in segments_by_lock()}
-            kept = {name for each in self._in(_HOST) for name in each.sizes[_HOST]}
-            going = [name for name in model.sizes[_HOST] if name in infos.keys() - kept]
-            # A publication before what it needs.
-            going.sort(key=lambda name: infos[name].created_at, reverse=True)
-            remove_idle(going, condition=lambda segment: not segment.is_pinned)
-        elif place in model.places:
-            model.pipe.to("cpu")  # its weights lie in their segments again
+            self._give_up(model, stays=False)
+            return
+        model.pipe.to("cpu")  # its weights lie in their segments again
+        with self._changed:
             model.places.discard(place)
 
-    def _drop(self, model: _Model) -> None:
-        """Give up a model if it is loaded, also for who still refers to it."""
-        if model.pipe is not None:
-            pipe, model.pipe = model.pipe, None  # a child that is forked meanwhile has none
+    def _give_up(self, model: _Model, *, stays: bool = True) -> None:
+        """Free a model, also for who still refers to it.
+
+        Args:
+            model: whose user this is.
+            stays: leave its segments, also those that nothing else uses.
+        """
+        with self._changed:
+            pipe, model.pipe = model.pipe, None  # a child that is forked from here on has none
             model.places.clear()
+            self._counts["given_up"] += pipe is not None
+            self._changed.notify_all()
+            kept = {name for each in self._in(_HOST) for name in each.sizes.get(_HOST, ())}
+        if pipe is not None:
             vars(pipe).clear()  # the variable of a `with` block keeps its value
-            self._given_up += 1
             gc.collect()  # modules refer to themselves
+        if not stays:
+            going = model.sizes.get(_HOST, {}).keys() - kept
+            # The newest first: a publication before what it needs.
+            names = [info.name for info in segments_by_lock()[::-1] if info.name in going]
+            remove_idle(names, condition=lambda segment: not segment.is_pinned)
+
+    def _in(self, place: str) -> list[_Model]:
+        return [each for each in self._models.values() if place in each.places]
+
+    def _may_fit(self, model: _Model, place: str) -> bool:
+        """Tell whether a model fits into a place beside those in use; first loads take turns."""
+        used = [each for each in self._in(place) if each.user and each is not model]
+        is_its_turn = bool(model.sizes) or all(each.sizes for each in used)
+        return is_its_turn and _nbytes(place, [model, *used]) <= self._budgets[place]
+
+    def _too_small_for(self, model: _Model) -> str:
+        """Return a place that is too small for a model alone, as far as its size is known."""
+        return next((p for p, most in self._budgets.items() if _nbytes(p, [model]) > most), "")
 
 
-def _nbytes_of(models: Collection[_Model], place: str) -> int:
+def _nbytes(place: str, models: Iterable[_Model]) -> int:
     """Return what some models take in a place; segments that several lie in count once."""
-    sizes = {name: size for each in models for name, size in each.sizes[place].items()}
-    return sum(sizes.values())
-
-
-def _deadline() -> float:
-    return time.monotonic() + settings().wait_timeout_s
+    return sum({k: size for m in models for k, size in m.sizes.get(place, {}).items()}.values())
 
 
 # Forks --------------------------------------------------------------------------------------------
@@ -434,17 +377,17 @@ _all: "weakref.WeakSet[Switcher]" = weakref.WeakSet()
 
 
 def _count_busy() -> int:
-    return sum(each._is_loading or any(m.user for m in each._models.values()) for each in _all)
+    return sum(any(m.user for m in each._models.values()) for each in _all)
 
 
 def _forget_uses() -> None:
-    """Forget in a forked child what threads did that it lacks; blocks of its own thread go on."""
+    """Forget all uses in a forked child: a block of its parent, if it goes on, protects nothing."""
     for switcher in _all:
         switcher._changed = threading.Condition()
-        switcher._is_loading = False
         for model in switcher._models.values():
-            if model.user != threading.get_ident():
-                model.user = None
+            model.user = None
+            # Threads that the child lacks may have been at work on it.
+            model.places = set() if model.pipe is None else {_HOST}
 
 
 add_row("uses of switchers", _count_busy, _forget_uses)
@@ -453,8 +396,8 @@ add_row("uses of switchers", _count_busy, _forget_uses)
 # Arguments ----------------------------------------------------------------------------------------
 
 
-def _loader(name: str, given: object, common: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what loads a model.
+def _parse_model(name: str, given: object, common: Mapping[str, Any]) -> _Model:
+    """Return a model that is not loaded yet.
 
     Raises:
         ArgumentError: it has no source, or an argument that cannot be given here.
@@ -469,24 +412,15 @@ def _loader(name: str, given: object, common: Mapping[str, Any]) -> Callable[[],
     if loras is not None:
         if is_publication(source):
             raise ArgumentError(f"{name}: LoRAs are mixed into a directory, not into {source}")
-        return functools.partial(mix, source, loras, **arguments)
-    kept = {} if is_publication(source) else {"keep": True}
-    return functools.partial(load_pipeline, source, **kept, **arguments)
+        return _Model(name, lambda: mix(source, loras, **arguments))
+    kept: dict[str, Any] = {} if is_publication(source) else {"keep": True}
+    return _Model(name, lambda: load_pipeline(source, **kept, **arguments))
 
 
-def _find_device(device: object, nbytes: float | str | None) -> tuple[torch.device, int]:
-    inventory = machine_inventory([device] if nbytes is None else ())
-    name = canonical_device(device, inventory.current)
-    if name not in inventory.names or is_on_the_host(name):
-        raise DeviceMissing(name, inventory.names, argument="device")
-    found = inventory.find(name)
-    if nbytes is None and found:
-        return torch.device(name), found.room_nbytes
-    return torch.device(name), _parse("device_budget", nbytes)
-
-
-def _parse(name: str, size: object) -> int:
-    try:
-        return parse_nbytes(str(size))
-    except ValueError as exc:
-        raise ArgumentError(f"{name}: {exc}") from None
+def _find_device(device: object, nbytes: float | str | None) -> tuple[str, int]:
+    here = inventory.machine_inventory([device] if nbytes is None else ())
+    name = inventory.canonical_device(device, here.current)
+    if name not in here.names or inventory.is_on_the_host(name):
+        raise DeviceMissing(name, here.names, argument="device")
+    found = here.find(name)
+    return name, found.room_nbytes if found else inventory.parse_size(_DEVICE, nbytes)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.source import Source
+from shmload._compat import as_plain_tensors
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
 from shmload._host.memory import map_at
 from shmload._host.pagemap import is_touched
 from shmload._segments.lease import Lease
+from shmload._segments.listing import names_by_inode, segments_by_lock
 from shmload._segments.segment import Segment
 from shmload._wording import format_nbytes, logger_of
 
@@ -114,6 +116,32 @@ def host_tensors(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is not None and tensor.is_cpu:
                 yield from plain_tensors(tensor)
+
+
+def measure(models: "Iterable[torch.nn.Module]", name: str) -> tuple[dict[str, int], int]:
+    """Return how much models on the host take there, and how much they would take on a device.
+
+    Args:
+        models: whose tensors on devices do not count.
+        name: stands for what lies in no segment.
+
+    Returns:
+        The sizes of the segments that they lie in, by name, and of what lies in none, in bytes; and
+        the size of their tensors, in bytes.
+    """
+    names = names_by_inode()
+    nbytes = {info.name: info.nbytes for info in segments_by_lock()}
+    spans = Spans(set(names))
+    with as_plain_tensors():
+        tensors = [tensor for model in models for tensor in host_tensors(model)]
+        copied = sum({each.data_ptr(): each.nbytes for each in tensors}.values())
+        storages = {(s := each.untyped_storage()).data_ptr(): s.nbytes() for each in tensors}
+    held: dict[str, int] = {}
+    for address, size in storages.items():
+        mapping = spans.find_address(address)
+        segment = names[mapping.inode] if mapping else name
+        held[segment] = nbytes.get(segment) or held.get(segment, 0) + size
+    return held, copied
 
 
 def modules_of(model: "torch.nn.Module") -> Iterator["torch.nn.Module"]:

@@ -11,7 +11,7 @@ import msgspec
 
 from shmload._building.maker import name_class
 from shmload._checkpoints.formats.known import format_named
-from shmload._checkpoints.identity import identify
+from shmload._checkpoints.identity import lasting_key
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.source import Source, files_of
 from shmload._checkpoints.wanted import Hub, Wanted
@@ -94,9 +94,9 @@ def identity_of(source: Source, components: Collection[str] | None) -> str:
 
 
 def _stamp(path: Path) -> str:
-    """Identify a file: a small one by its content, weights by what stat says of them."""
+    """Identify a file on any host: a small one by its content, weights by their `lasting_key`."""
     found = os.stat(path)
     if found.st_size <= _SMALL_NBYTES and not format_named(path.name):
         with contextlib.suppress(OSError):  # the library cannot read it either
             return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    return identify(path, found).key
+    return lasting_key(path, found)

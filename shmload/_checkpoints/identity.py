@@ -9,8 +9,9 @@ import msgspec
 from shmload._host.fingerprint import Fingerprint
 from shmload._host.owned import belongs_here
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
+_HUB_BLOB = re.compile(r".*/blobs/([0-9a-f]{64})", re.DOTALL)
+# Whatever the cache is called: listings show segments of other caches, too.
+_MIRROR_BLOB = re.compile(r".*/remote/[0-9a-f]{20}/blobs/[0-9a-f]{64}", re.DOTALL)
 
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
@@ -37,7 +38,7 @@ class Identity(msgspec.Struct, frozen=True):
     """Where it was found, links not resolved; not compared."""
     nbytes: int
     stamp: str
-    """The blob's sha256 in a hub cache, else device, inode and both change times."""
+    """Device, inode and both change times; the name of a blob in the mirror of a bucket."""
 
     @property
     def key(self) -> str:
@@ -48,19 +49,36 @@ class Identity(msgspec.Struct, frozen=True):
 def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     """Return the identity of a file from its path and what fstat says of it.
 
-    A hub cache of this user or of root names each blob by its sha256, so that two snapshots, or a
-    file downloaded twice, are one. Elsewhere the inode number alone is not enough: ext4 reuses a
-    number at once.
+    Links to one file, as two snapshots of a hub cache have them, and hard links have one identity.
+    The inode number alone is not enough: ext4 reuses a number at once. A blob in the mirror of a
+    bucket is named by the object's URL, ETag and size; what it holds is a pointer, and each load
+    changes its time.
     """
     real = os.path.realpath(path)
-    folder, name = os.path.split(real)
     # Another user may have given any name to any bytes.
-    if belongs_here(found) and os.path.basename(folder) == "blobs" and _SHA256.fullmatch(name):
-        stamp = f"sha256={name}"
+    if belongs_here(found) and _MIRROR_BLOB.fullmatch(real):
+        stamp = f"sha256={os.path.basename(real)}"
     else:
         _, *rest = Fingerprint.of(found)
         stamp = ".".join(map(str, rest))
     return Identity(os.path.abspath(path), found.st_size, stamp)
+
+
+def lasting_key(path: str | os.PathLike[str], found: os.stat_result) -> str:
+    """Return text that tells a file apart on other hosts and after years, not only here and now.
+
+    A blob in a hub cache of this user or of root keeps its key when it is copied or downloaded
+    again: the sha256 by which the hub names it, and its size. Its bytes are not compared with that
+    name. The key of another file is that of its `Identity`.
+
+    Args:
+        path: of the file, or of a link to it.
+        found: what stat says of the file.
+    """
+    blob = _HUB_BLOB.fullmatch(os.path.realpath(path))
+    if blob and belongs_here(found):
+        return f"{found.st_size}:sha256={blob[1]}"
+    return identify(path, found).key
 
 
 def is_unchanged(before: Stat | os.stat_result, after: os.stat_result) -> bool:

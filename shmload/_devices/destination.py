@@ -17,11 +17,12 @@ from shmload._placement.inventory import (
     choose_inventory,
     is_on_the_host,
     parse_max_memory,
+    parse_size,
     without_host_limits,
 )
 from shmload._placement.placement import Placement
 from shmload._runtimes.kinds import may_have_accelerators
-from shmload._settings import parse_nbytes, worker_count
+from shmload._settings import worker_count
 from shmload.errors import (
     ArgumentError,
     DeviceMissing,
@@ -179,9 +180,4 @@ def parse_max_host_memory(value: float | str | None) -> int | None:
     Raises:
         ArgumentError: it is neither.
     """
-    if value is None or isinstance(value, int | float):
-        return None if value is None else int(value)
-    try:
-        return parse_nbytes(value)
-    except ValueError as exc:
-        raise ArgumentError(f"max_host_memory: {exc}") from exc
+    return None if value is None else parse_size("max_host_memory", value)

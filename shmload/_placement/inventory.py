@@ -307,6 +307,22 @@ def _held(device: object, current: Current = USUAL) -> str:
     return name
 
 
+def parse_size(argument: str, value: object) -> int:
+    """Read a number of bytes, or a size such as `512MiB`.
+
+    Args:
+        argument: for the error.
+        value: of the argument.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    try:
+        return parse_nbytes(str(value))
+    except ValueError as exc:
+        raise ArgumentError(f"{argument}: {exc}") from exc
+
+
 def _nbytes(size: object, usual: str) -> int:
     try:
         if isinstance(size, str):

@@ -54,7 +54,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str = ""
     r"""Path of the shard that was decoded; bytes of it that are not UTF-8 are written as `\xNN`."""
     identity: str = ""
-    """The shard's `Identity.key` when it was decoded; the same for copies of one file."""
+    """The shard's `Identity.key` when it was decoded; the same for all links to one file."""
     conversion: str = ""
     """What was done to its dtypes, or `raw`."""
     dtype: str = ""

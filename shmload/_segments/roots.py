@@ -177,7 +177,7 @@ def tell_apart(roots: Iterable[Root]) -> dict[str, str]:
 def shards_below(root: Root) -> Mapping[str, str]:
     """Return the component of each file of weights that a model has now, by `Identity.key`.
 
-    Copies of one file in a hub cache, and hard links, have one identity: so models that share a
+    Links to one blob of a hub cache, and hard links, have one identity: so models that share a
     text encoder are found. A variant has the plain files of the folders that lack it.
     """
     by_folder: dict[str, list[tuple[Identity, str]]] = {}

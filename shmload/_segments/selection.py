@@ -132,8 +132,8 @@ def _likely_names(pattern: str, models: Iterable[Model]) -> list[str]:
 def _of_copies_below(found: Iterable[SegmentInfo], pattern: str) -> list[SegmentInfo]:
     """Return the segments that loads of the files at a path attach: they are of copies of these.
 
-    In a hub cache copies are one blob. The conversion is in the name of a segment too, and in its
-    header.
+    Such copies are snapshots that link to one blob, and hard links. The conversion is in the name
+    of a segment too, and in its header.
     """
     path = os.path.expanduser(pattern)
     try:

@@ -176,7 +176,12 @@ def test_each_row_is_changed_and_reset(holds):
 
 
 def test_what_the_forking_thread_changes_stays_so_in_the_child(holds):
-    of_one_process = {"exclusive locks of files", "leases of one process", "locks of folders"}
+    of_one_process = {
+        "exclusive locks of files",
+        "leases of one process",
+        "locks of folders",
+        "uses of switchers",
+    }
     crossing = holds.keys() - of_one_process
     for name in crossing:
         read = table[name].read

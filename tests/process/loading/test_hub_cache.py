@@ -1,12 +1,12 @@
-"""Models in the hub's cache are found by id, and their files identified by sha256."""
+"""Models in the hub's cache are found by id; links to one blob have one segment."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hub_caches import Hub
+from safetensors.torch import load
 from warming import NBYTES
 
 import shmload
@@ -31,31 +31,48 @@ def test_model_is_found_in_the_hub_cache_by_id(hub_cache, folder):
     assert len(shmload.evict(snapshot)) == 3
 
 
-def test_files_of_the_hub_cache_are_known_by_their_sha256(hub_cache, folder):
+def test_snapshots_with_links_to_one_blob_share_segments(hub_cache, folder):
     where = {"torch_dtype": torch.bfloat16, "cache_dir": hub_cache.root}
-    first = hub_cache.add("org/name", folder)
+    hub_cache.add("org/name", folder)
     names = shmload.warm("org/name", **where).segments
-    # Another repository and revision with the same content in new files.
-    copy = hub_cache.add("org/copy", folder, "b" * 40)
-    assert shmload.warm("org/copy", **where).read_nbytes == 0
-    assert shmload.warm("org/copy", **where).segments == names
-    assert {info.name for info in shmload.pin(copy)} == set(names)
-    shmload.unpin(copy)
-    for blob in (first.parents[1] / "blobs").iterdir():
-        os.utime(blob)
-    assert shmload.warm("org/name", **where).read_nbytes == 0
+    second = hub_cache.add("org/name", folder, "b" * 40)
+    report = shmload.warm("org/name", **where, revision="b" * 40)
+    assert (report.read_nbytes, report.segments) == (0, names)
+    assert {info.name for info in shmload.pin(second)} == set(names)
+    shmload.unpin(second)
+    # The same content as another file.
+    hub_cache.add("org/copy", folder)
+    assert shmload.warm("org/copy", **where).read_nbytes == NBYTES
     assert all(info.is_current for info in shmload.segments())
 
 
-def test_only_a_hub_caches_blobs_are_known_by_their_names(tmp_path, checkpoint):
-    # A sha256 as file name outside a hub cache proves nothing.
-    path = tmp_path / "files" / ("a" * 64)
-    path.parent.mkdir()
-    shutil.copy(checkpoint, path)
-    before = shmload.warm(path).segments
-    assert shmload.warm(checkpoint).segments != before
-    os.utime(path)
-    assert shmload.warm(path).segments != before
+def _replace(blob, content):
+    """As a download does."""
+    blob.with_suffix(".incomplete").write_bytes(content)
+    blob.with_suffix(".incomplete").rename(blob)
+
+
+@pytest.mark.parametrize("mend", [_replace, Path.write_bytes])
+def test_blob_that_was_damaged_is_decoded_again_once_it_is_whole(hub_cache, saved, evicts, mend):
+    snapshot = hub_cache.add("org/name", saved("stable-diffusion"))
+    blob = (snapshot / "vae/diffusion_pytorch_model.safetensors").resolve()
+    whole = blob.read_bytes()
+    wanted = load(whole)
+    blob.write_bytes(whole[:-64] + b"\1" * 64)
+
+    def is_right():
+        where = {"subfolder": "vae", "cache_dir": hub_cache.root}
+        vae = shmload.load_model("AutoencoderKL", "org/name", keep=True, verify=True, **where)
+        got = vae.state_dict()
+        return got.keys() == wanted.keys() and all(got[n].equal(wanted[n]) for n in wanted)
+
+    assert not is_right()
+    handle = shmload.Handle.of("org/name", cache_dir=hub_cache.root)
+    mend(blob, whole)
+    assert is_right()
+    assert [info.is_current for info in shmload.segments()].count(False) == 1
+    # Handles and folders of results know the blob by its sha256, on each host.
+    assert shmload.Handle.of("org/name", cache_dir=hub_cache.root).identity == handle.identity
 
 
 def test_model_that_is_not_in_the_cache_is_not_found(hub_cache, folder):
