@@ -203,6 +203,7 @@ def load_pipeline(
         request = None  # its files are not looked at before one that is ready is taken
 
     def build(models: Mapping[str, Any]) -> Any:
+        maker.passes_models = bool(models)
         own = {**own_quantisers(kwargs), **models}
         return load(found, maker, dtype, options, own, title=wanted.title)
 

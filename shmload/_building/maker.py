@@ -47,6 +47,8 @@ class Maker:
     """Whether it makes models of quantised blocks, beside which other tensors are cast."""
     uncast_rule = RAW
     """The rule of a load without conversion."""
+    passes_models: bool = False
+    """Whether it is given models that the user has not passed: those that are remembered."""
     left_out: Collection[str] = ()
     """Components that are passed as None because the user chose others."""
 

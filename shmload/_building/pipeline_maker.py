@@ -185,6 +185,7 @@ class PipelineMaker(Maker):
     def unsaid(self, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the beginnings of diffusers' warnings about what the user has not asked for."""
         reasons = {
+            "You have passed a non-standard module": self.passes_models,
             "You have disabled the safety checker": "safety_checker" in self.left_out,
             # It hands these components on under this name, too.
             "Keyword arguments {'prior_": any(name.startswith(_PREFIXES) for name in kwargs),

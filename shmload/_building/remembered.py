@@ -122,7 +122,7 @@ def key_of_load(
         "folders": {name: stamps_of(each) for name, each in source.folders.items()},
         # The models note it.
         "given_as": [os.fspath(source.given), isinstance(source.given, str), maker.takes_path],
-        "dtype": dtype,
+        "dtype": _spelled(dtype),
         "given": given,
     }
     return key_of(source.root, facts, next(iter(source.shards), None))
@@ -137,6 +137,13 @@ def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         name: copy.deepcopy(value) if name in QUANTISING_KEYWORDS else value
         for name, value in kwargs.items()
     }
+
+
+def _spelled(dtype: object) -> object:
+    """Return a dtype as its name, also by component: both mean the same."""
+    if isinstance(dtype, Mapping):
+        return {name: _spelled(each) for name, each in dtype.items()}
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_comparable(name: str, value: object) -> bool:
@@ -185,7 +192,7 @@ def once(key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], obj
     Args:
         key: of the object; None to make it in any case.
         make: makes it.
-        keep: remember it, and wait for a process that makes it now, up to `SHMLOAD_WAIT_TIMEOUT`.
+        keep: remember it, and wait for a process that makes it now, up to `SHMLOAD_WAIT_TIMEOUT_S`.
         meanwhile: done before that wait, such as imports.
     """
     if key is None:

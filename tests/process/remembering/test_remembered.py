@@ -1,0 +1,457 @@
+"""What one load has built is what the library builds, and all later loads get it."""
+
+import json
+import logging
+import os
+import signal
+import threading
+
+import diffusers
+import pytest
+import torch
+from comparing import assert_equal, assert_modules_equal, reference
+from mappings import copied_nbytes
+from pipelines import FAMILIES
+from safetensors.torch import load_file, save_file
+
+import shmload
+from shmload._building import code, keeping, remembered, structure, tokenizer_parts
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
+
+_BF16 = torch.bfloat16
+
+
+def load(source, **given):
+    return shmload.load_pipeline(
+        source, **{"dtype": _BF16, "keep": True, "progress": False} | given
+    )
+
+
+def kept():
+    """Return what the segments of built objects say."""
+    return [info.kept for info in shmload.segments() if info.kept]
+
+
+# What is recalled ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_loads_get_what_the_first_has_built(saved, built, family):
+    source = saved(family)
+    wanted = reference(source, _BF16)
+    for keep in (True, True, False):
+        pipe = load(source, keep=keep)
+        assert_equal(pipe, wanted)
+        assert copied_nbytes(pipe) == 0
+    assert len(built) == 1
+    assert kept() == ["whole"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_not_all_can_be_kept_the_models_are(saved, built, family, monkeypatch):
+    def fail(_):
+        raise ValueError("a tokenizer that cannot be restored exactly")
+
+    monkeypatch.setattr(tokenizer_parts, "take_apart", fail)
+    source = saved(family)
+    wanted = reference(source, _BF16)
+    for _ in range(2):
+        pipe = load(source)
+        assert_equal(pipe, wanted)
+        assert copied_nbytes(pipe) == 0
+    (says,) = kept()
+    assert says.startswith("models: tokenizer")
+
+
+def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
+    def fail(_):
+        raise structure.CannotKeep("for no reason")
+
+    monkeypatch.setattr(keeping, "take_apart", fail)
+    source = saved("stable-diffusion")
+    wanted = reference(source, _BF16)
+    for _ in range(2):
+        assert_equal(load(source), wanted)
+    assert len(built) == 2
+    assert kept() == ["nothing: for no reason"]
+
+
+def test_listing_says_how_much_is_kept(saved, command):
+    load(saved("stable-diffusion"))
+    assert "keeps what a load builds" in command("ls", "--long")[1]
+
+
+def test_load_without_keep_keeps_nothing(saved, shm_names):
+    pipe = load(saved("stable-diffusion"), keep=False)
+    assert kept() == []
+    del pipe
+    assert shm_names() == []
+
+
+def test_single_model_is_remembered(saved, built):
+    source = saved("stable-diffusion") / "unet"
+    wanted = diffusers.UNet2DConditionModel.from_pretrained(source)
+    for _ in range(2):
+        model = shmload.load_model(diffusers.UNet2DConditionModel, source, keep=True)
+        assert_modules_equal(model, wanted, "unet")
+    assert len(built) == 1
+
+
+def test_what_a_program_does_to_one_changes_no_other(saved):
+    source = saved("stable-diffusion")
+    wanted = reference(source, _BF16)
+    first = load(source)
+    for _ in range(2):
+        pipe = load(source)
+        assert_equal(pipe, wanted)
+        for each in (first, pipe):
+            each.tokenizer.add_tokens(["<new>"])
+            each.scheduler.set_timesteps(3)
+            each.unet.register_to_config(sample_size=999)
+            each.unet.train()
+            with torch.no_grad():
+                each.unet.conv_in.weight.zero_()
+    assert_equal(load(source), wanted)
+
+
+def test_changed_memory_is_not_what_is_kept(saved, monkeypatch):
+    """A hook of a class writes into a weight while it is built: as the library would have it."""
+    source = saved("stable-diffusion")
+    make = remembered._keep
+
+    def change(part, key, made, before):
+        with torch.no_grad():
+            made.unet.conv_in.bias.fill_(3)
+        return make(part, key, made, before)
+
+    monkeypatch.setattr(remembered, "_keep", change)
+    load(source)
+    assert load(source).unet.conv_in.bias.eq(3).all()
+    bias = shmload.load_state_dict(source / "unet", "bfloat16")["conv_in.bias"]
+    assert not bias.eq(3).any()
+
+
+# What invalidates ---------------------------------------------------------------------------------
+
+
+def change_scheduler(source, monkeypatch):
+    file = source / "scheduler" / "scheduler_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"steps_offset": 7}))
+
+
+def change_behind_a_link(source, monkeypatch):
+    folder = source / "scheduler"
+    behind = folder.rename(source.parent / "behind")
+    folder.symlink_to(behind)
+    load(source)
+    change_scheduler(source, monkeypatch)
+
+
+def change_weights_at_the_same_time(source, monkeypatch):
+    file = source / "unet" / "diffusion_pytorch_model.safetensors"
+    before = file.stat()
+    tensors = load_file(file)
+    tensors["conv_in.bias"] += 1
+    save_file(tensors, file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def add_a_file(source, monkeypatch):
+    (source / "tokenizer" / "added_tokens.json").write_text("{}")
+
+
+def set_a_variable(source, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_SLOW_IMPORT", "0")
+
+
+def install_a_package(source, monkeypatch):
+    folder = source.parent / "packages" / "new-1.0.dist-info"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder.parent))
+
+
+def change_code(source, monkeypatch):
+    stamp_of = code._stamp_of
+    file = diffusers.AutoencoderKL.__init__.__wrapped__.__code__.co_filename
+    monkeypatch.setattr(
+        code, "_stamp_of", lambda path: (1, 1, 1) if path == file else stamp_of(path)
+    )
+
+
+def change_a_version(source, monkeypatch):
+    monkeypatch.setattr("diffusers.__version__", "0.1")
+
+
+CHANGES = [
+    change_scheduler,
+    change_behind_a_link,
+    change_weights_at_the_same_time,
+    add_a_file,
+    set_a_variable,
+    install_a_package,
+    change_code,
+    change_a_version,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_has_it_built_anew(copied, built, change, monkeypatch):
+    source = copied("stable-diffusion")
+    load(source)
+    change(source, monkeypatch)
+    before = len(built)
+    wanted = reference(source, _BF16)
+    for _ in range(2):
+        assert_equal(load(source), wanted)
+    assert len(built) == before + 1
+
+
+def test_change_of_a_dtype_or_mode_is_another(saved, built):
+    source = saved("stable-diffusion")
+    load(source)
+    load(source, dtype="bfloat16")  # it means the same, and is spelled otherwise
+    before = len(built)
+    load(source, dtype=torch.float16)
+    with torch.no_grad():
+        load(source)
+    torch.set_default_dtype(torch.float64)
+    try:
+        load(source)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(built) == before + 3
+
+
+def replace_a_constructor(monkeypatch):
+    plain = diffusers.AutoencoderKL.__init__
+    monkeypatch.setattr(
+        diffusers.AutoencoderKL,
+        "__init__",
+        lambda self, *args, **kwargs: plain(self, *args, **kwargs),
+    )
+
+
+def replace_a_class(monkeypatch):
+    class DDIMScheduler(diffusers.DDIMScheduler):
+        pass
+
+    monkeypatch.setattr(diffusers, "DDIMScheduler", DDIMScheduler)
+
+
+@pytest.mark.parametrize("replace", [replace_a_constructor, replace_a_class])
+def test_program_that_replaces_code_builds_for_itself(saved, built, replace, monkeypatch):
+    source = saved("stable-diffusion")
+    load(source)
+    with monkeypatch.context() as replacing:
+        replace(replacing)
+        assert type(load(source).scheduler) is diffusers.DDIMScheduler
+    assert len(built) == 2
+    assert_equal(load(source), reference(source, _BF16))
+
+
+# What is not remembered ---------------------------------------------------------------------------
+
+
+class Mine(diffusers.StableDiffusionPipeline):
+    """A class of a script."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"unet": "passed"},
+        {"device_map": "cpu"},
+        {"verify": True},
+        {"trust_remote_code": True},
+        {"keep": "converted"},
+    ],
+    ids=str,
+)
+def test_call_that_may_mean_more_is_built_each_time(saved, built, given):
+    source = saved("stable-diffusion")
+    if "unet" in given:
+        unet = diffusers.UNet2DConditionModel.from_pretrained(source / "unet", torch_dtype=_BF16)
+        given = {"unet": unet}
+    for _ in range(2):
+        load(source, **given)
+    assert (len(built), kept()) == (2, [])
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.device("cpu")], ids=["inference", "device"]
+)
+def test_in_a_mode_it_is_built_each_time(saved, built, mode):
+    with mode():
+        for _ in range(2):
+            load(saved("stable-diffusion"))
+    assert (len(built), kept()) == (2, [])
+
+
+def test_class_outside_of_the_libraries_is_built_each_time(saved, built):
+    source = saved("stable-diffusion")
+    for _ in range(2):
+        assert type(load(source, pipeline_class=Mine)) is Mine
+    assert len(built) == 2
+    (says,) = kept()
+    assert says.startswith("models: ")
+    assert "which is no library" in says
+
+
+def test_weights_that_are_drawn_at_random_are_drawn_each_time(copied, built):
+    source = copied("stable-diffusion")
+    file = source / "text_encoder" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith("token_embedding.weight"))
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    made = [load(source).text_encoder.get_input_embeddings().weight for _ in range(2)]
+    assert not torch.equal(*made)
+    assert len(built) == 2
+    assert kept() == ["nothing: the library draws some of its weights at random"]
+
+
+# One builds, the others wait ----------------------------------------------------------------------
+
+LOAD = """
+import os, signal, sys, shmload
+os.environ["SHMLOAD_REMEMBER"] = "1"
+from shmload._building import build, remembered
+from shmload._settings import settings
+settings.cache_clear()
+finish = build.Build._build_models
+def stop(self):
+    print("BUILDS", flush=True)
+    sys.stdin.readline()
+    return finish(self)
+build.Build._build_models = stop
+shmload.load_pipeline(sys.argv[1], dtype="bfloat16", keep=True, progress=False)
+print("DONE", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def waits(caplog):
+    """Load in a thread; return the thread once it waits for another process, and its result."""
+    caplog.set_level(logging.INFO, "shmload")
+    found = []
+
+    def start(source):
+        thread = threading.Thread(target=lambda: found.append(load(str(source))))
+        thread.start()
+        while "another process builds it" not in caplog.text:
+            thread.join(0.01)
+            assert thread.is_alive()
+        caplog.clear()
+        return thread, found
+
+    return start
+
+
+def test_one_process_builds_and_the_others_wait(saved, built, child, waits):
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, found = waits(source)
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+    thread.join(60)
+    assert_equal(found[0], reference(str(source), _BF16))
+    assert built == []
+
+
+def test_killed_builder_leaves_nothing_and_another_builds(saved, built, child, waits, shm_names):
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, found = waits(source)
+    builder.process.send_signal(signal.SIGKILL)
+    thread.join(60)
+    assert_equal(found[0], reference(str(source), _BF16))
+    assert (len(built), kept()) == (1, ["whole"])
+    assert not [name for name in shm_names() if name.endswith(".part")]
+
+
+def test_waiting_has_a_deadline(saved, built, child, waits, configure):
+    configure(wait_timeout_s=0.1)
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, _ = waits(source)
+    thread.join(60)
+    assert len(built) == 1
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+
+
+def test_threads_build_once(saved, built):
+    source = saved("stable-diffusion")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(load(source))) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(built) == 1
+    wanted = reference(source, _BF16)
+    for pipe in found:
+        assert_equal(pipe, wanted)
+
+
+# What it needs ------------------------------------------------------------------------------------
+
+
+def test_it_goes_with_its_model(saved):
+    source = saved("stable-diffusion")
+    load(source)
+    assert len(shmload.segments()) == 5
+    (model,) = shmload.models()
+    assert model.dtype == "bfloat16"
+    shmload.evict(source)
+    assert not shmload.segments()
+
+
+def test_segment_that_is_needed_stays(saved):
+    source = saved("stable-diffusion")
+    load(source)
+    base = next(info for info in shmload.segments() if not info.kept)
+    assert len(base.needed_by) == 1
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict(base.name)
+
+
+def test_of_changed_files_it_is_garbage(copied):
+    source = copied("stable-diffusion")
+    load(source)
+    change_weights_at_the_same_time(source, None)
+    assert not next(info for info in shmload.segments() if info.kept).is_current
+    shmload.collect_garbage()
+    assert kept() == []
+    assert len(shmload.segments()) == 3  # of the files that are as they were
+
+
+def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
+
+    source = saved("stable-diffusion")
+    monkeypatch.setattr(keeping, "made_room", refuse)
+    assert_equal(load(source), reference(source, _BF16))
+    assert kept() == []
+    assert "each process builds it" in caplog.text
+
+
+def test_damaged_record_is_built_anew(saved, built):
+    source = saved("stable-diffusion")
+    load(source)
+    (name,) = (info.name for info in shmload.segments() if info.kept)
+    file = os.path.join("/dev/shm", name)
+    os.chmod(file, 0o600)
+    with open(file, "r+b") as opened:
+        opened.seek(-100_000, os.SEEK_END)
+        opened.write(os.urandom(100_000))
+    os.chmod(file, 0o400)
+    assert_equal(load(source), reference(source, _BF16))
+    assert len(built) == 2
