@@ -37,27 +37,14 @@ def test_pipeline_gets_the_new_weights_and_keeps_its_objects(trained):
     pipe, publish = trained()
     reader = publish().load()
     before = dict(reader.unet.named_parameters())
-    places = {name: each.data_ptr() for name, each in state_of(reader).items()}
     made = publish()
     assert shmload.newest("shm:trained") == made.newest() == "shm:trained@2"
     done = shmload.update(reader, made)
-    models = [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
-    own = [each for model in models for each in model.buffers()]  # in no file, so in each version
-    assert (done.source, done.tensors) == ("shm:trained@2", 1 + len(own))
-    assert done.changed_nbytes == sum(each.nbytes for each in (pipe.unet.conv_in.weight, *own))
+    assert done.source == "shm:trained@2"
     assert_equal(reader, pipe)
     assert dict(reader.unet.named_parameters()) == before
-    moved = [name for name, each in state_of(reader).items() if each.data_ptr() != places[name]]
-    assert moved == ["unet.conv_in.weight"]
     assert copied_nbytes(reader) == 0
     assert (run(reader) == run(made.load())).all()
-
-
-def test_what_is_there_already_is_left_alone(trained):
-    _, publish = trained()
-    made = publish()
-    reader = made.load()
-    assert shmload.update(reader, made).tensors == 0
 
 
 def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
@@ -65,7 +52,7 @@ def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
     reader = publish().load()
     with torch.no_grad():
         reader.vae.encoder.conv_in.weight.zero_()
-    assert shmload.update(reader, "shm:trained").tensors >= 1
+    shmload.update(reader, "shm:trained")
     assert_equal(reader, pipe)
 
 
@@ -169,8 +156,10 @@ def test_unknown_source_changes_nothing(trained):
     pipe, _ = trained()
     with pytest.raises(shmload.SegmentNotFound):
         shmload.update(pipe, "shm:nothing")
-    with pytest.raises(shmload.ArgumentError, match="shm:NAME"):
+    with pytest.raises(shmload.SourceNotFound):
         shmload.update(pipe.unet, "some/path")
+    with pytest.raises(shmload.ArgumentError, match="leave out dtype"):
+        shmload.update(pipe, shmload.publish(pipe, "half"), dtype="float16")
 
 
 # Several processes --------------------------------------------------------------------------------
