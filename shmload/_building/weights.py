@@ -71,22 +71,27 @@ def _lines_of_config(path: str, config: Any) -> Iterator[Line]:
 
 
 def _lines_of_tensor(path: str, tensor: torch.Tensor) -> Iterator[Line]:
-    kind = "" if type(tensor) is torch.nn.Parameter else f"{_name_of(tensor)} "
-    marks = ""
-    if type(tensor) not in _PLAIN or any(name[0] != "_" for name in vars(tensor)):
-        marks = "".join(
-            # What cannot be compared is never the same.
-            f"{name}={value if isinstance(value, _Simple) else secrets.token_hex(8)} "
-            for name, value in vars(tensor).items()
-            if type(tensor) not in _PLAIN or name[0] != "_"
-        )
     flatten = getattr(tensor, "__tensor_flatten__", None)
+    inner, context = flatten() if flatten else ((), "")
+    left_out = {*inner, "persistent"}  # the tensors in it have lines; buffers may have the other
+    kind = "" if type(tensor) is torch.nn.Parameter else f"{_name_of(tensor)} "
+    if type(tensor) not in _PLAIN or any(name[0] != "_" for name in vars(tensor)):
+        kind += "".join(
+            # What cannot be compared is never the same.
+            f"{name}={value if _is_simple(value) else secrets.token_hex(8)} "
+            for name, value in vars(tensor).items()
+            if name not in left_out and (type(tensor) not in _PLAIN or name[0] != "_")
+        )
     if flatten is None:
-        yield Line(path, f"{kind}{marks}{_look_of_bytes(tensor)}", tensor)
+        yield Line(path, f"{kind}{_look_of_bytes(tensor)}", tensor)
         return
     for number, part in enumerate(plain_tensors(tensor)):
-        look = f"{kind}{flatten()[1]} {marks}{_look_of_bytes(part)}"
-        yield Line(f"{path}.{number}", look, part)
+        yield Line(f"{path}.{number}", f"{kind}{context} {_look_of_bytes(part)}", part)
+
+
+def _is_simple(value: object) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(each, _Simple) for each in values)
 
 
 def _look_of_bytes(tensor: torch.Tensor) -> str:
