@@ -54,7 +54,7 @@ def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated
         arguments: in place of arguments of that call, such as `subfolder`; none for a publication.
 
     Returns:
-        What the weights are now.
+        The source, with its version.
 
     Raises:
         UpdateRefused: a class, a shape, a dtype or a model's configuration differs, or an
@@ -113,7 +113,7 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
 
 
 def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, Any]:
-    """Load the source to the host; return it, of a publication with its version, and what it is."""
+    """Load a source; return it, a publication with its version, and the pipeline or model."""
     if is_publication(source):
         with opened(str(source)) as version:  # while it is attached, it stays
             return version.source, load_published(version.source, arguments)
@@ -123,7 +123,7 @@ def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, 
 
 
 def _call_for(thing: Any) -> Call:
-    """Return a call that would load a pipeline or model that comes from elsewhere."""
+    """Return a call for a pipeline or model of which none is known."""
     dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
     if "" in dtypes:
         cls = type(models_in(thing)[""])
@@ -173,18 +173,24 @@ def _pair(
 
 
 def _others_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of schedulers, and of modules those that are neither weights nor buffers.
+    """Yield the host tensors of schedulers, and those of modules that are no weights or buffers.
 
-    They stay as they are, but would keep an old version's memory.
+    They keep their values, and have to be copied: mapped, they keep an old version's memory.
     """
     modules = [each for model in models_in(thing).values() for each in modules_of(model)]
     for part in (*vars(thing).values(), *modules):
         values = vars(part).values() if hasattr(part, "__dict__") else ()
-        yield from (each for each in values if type(each) is torch.Tensor and each.is_cpu)
+        tensors = (each for each in values if type(each) is torch.Tensor)
+        yield from (each for each in tensors if each.is_cpu and each.layout is torch.strided)
 
 
 def _over_memory_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host over the memory of another; of inference, if a third one is."""
+    """Return a tensor over the memory of another, or of its copy on the host.
+
+    Args:
+        tensor: the other.
+        like: the result is an inference tensor if this is one, whatever the mode of the caller.
+    """
     its = tensor.cpu()
     with torch.inference_mode(like.is_inference()):
         made = torch.empty(0, dtype=its.dtype, device="cpu")

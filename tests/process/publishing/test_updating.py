@@ -324,6 +324,8 @@ def test_version_that_is_removed_stays_with_who_has_it(trained):
     done = shmload.update(reader, "shm:trained")
     assert done.source == "shm:trained@2"
     shmload.evict("shm:trained@1")
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict("shm:trained@2")
     with pytest.raises(shmload.SegmentNotFound):
         shmload.update(reader, "shm:trained@1")
 
