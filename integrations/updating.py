@@ -52,6 +52,7 @@ def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated
             `thing` comes from elsewhere, it is loaded by its class, with `keep=True`, and with the
             dtype that most bytes of each model have.
         arguments: in place of arguments of that call, such as `subfolder`; none for a publication.
+            A component among them then shares its weights with `thing`.
 
     Returns:
         The source, with its version.
