@@ -14,6 +14,7 @@ import msgspec
 
 from shmload._building import prepared
 from shmload._building.attempt import load
+from shmload._building.call import noted
 from shmload._building.maker import Maker
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
 from shmload._building.remembered import key_of_load, once, own_quantisers
@@ -80,6 +81,7 @@ def load_pipeline(
     progress: Callback | bool | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any: ...
+@noted
 def load_pipeline(
     source: str | os.PathLike[str],
     *,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._building.attempt import load
 from shmload._building.blocks_maker import maker_of_file
+from shmload._building.call import noted
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
 from shmload._building.remembered import key_of_load, once, own_quantisers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from shmload._building.maker import Maker
 
 
+@noted
 def load_model(
     cls: type | str,
     source: str | os.PathLike[str],

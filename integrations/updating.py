@@ -1,34 +1,33 @@
 """`update`: other weights for a pipeline or model that is in use, between two calls of it.
 
-Guarantee: afterwards all weights are those of the source, or none has changed. On the host the
-tensors that differ are mapped anew, and nothing is copied; the others are not touched.
+Guarantee: afterwards it computes what a fresh load of the source would, or nothing has changed. On
+the host its tensors are mapped anew, and nothing is copied; on a device they keep their addresses.
 """
 
-import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import torch
 
-from shmload._building.homecoming import adopt, has_pinned_copies, homes_of
-from shmload._building.homes import Home, Homes, homes_in_all
-from shmload._building.mapped import hold_leases
-from shmload._building.published import opened
+from shmload._building.call import Call, call_of
+from shmload._building.homecoming import adopt, has_pinned_copies
+from shmload._building.mapped import modules_of
+from shmload._building.published import load_published, opened
 from shmload._building.publishing import Published
-from shmload._building.stored import Opened
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
-from shmload._compat import as_plain_tensors
+from shmload._compat import ADAPTER_STATE, as_plain_tensors
 from shmload._host.collector import paused_gc
 from shmload._placement.inventory import DISK, META, OFFLOAD
 from shmload._segments.publications import Publication
-from shmload.errors import ArgumentError, UpdateRefused
+from shmload.errors import UpdateRefused
 from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.models import load_model
 
-_Source = str | os.PathLike[str] | Published
+_Source = str | os.PathLike[str]
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,52 +35,62 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     """Of the weights that are there now; of a publication, with its version."""
-    tensors: int
-    """How many tensors are those of the source now, and were not before."""
-    changed_nbytes: int
-    """Their size in bytes."""
 
 
-def update(thing: Any, source: _Source) -> Updated:
+def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated:
     """Give a pipeline or model the weights of a source, in place.
 
     Call it between two calls of the pipeline. Parameters stay the same objects, and so do modules,
-    schedulers, tokenizers and settings. Other processes keep their weights until they ask.
+    schedulers, tokenizers and settings. The adapters' scales, and which are active or merged, are
+    those of the source. Other processes keep their weights until they ask.
 
     Args:
         thing: a pipeline or model of this process, on the host or on a device.
-        source: a publication, as `shm:NAME` or from `publish`. For a pipeline also a directory or
-            a hub id, which is loaded with `keep=True` in the dtypes that `thing` has.
+        source: a publication, as `shm:NAME` or from `publish`; or what `load_pipeline` or
+            `load_model` takes. This is loaded to the host with the arguments of the call that has
+            made `thing`; components that were passed to that call as objects are not updated. If
+            `thing` comes from elsewhere, it is loaded by its class, with `keep=True`, and with the
+            dtype that most bytes of each model have.
+        arguments: in place of arguments of that call, such as `subfolder`; none for a publication.
+            A component among them then shares its weights with `thing`.
 
     Returns:
-        What has changed.
+        The source, with its version.
 
     Raises:
-        UpdateRefused: a class, a shape or a dtype differs, or an offloading call has the weights.
-        ShmloadError: as `load_pipeline`. After any error, nothing has changed.
+        UpdateRefused: a class, a shape, a dtype or a model's configuration differs, or an
+            offloading call has the weights.
+        ArgumentError: a publication takes no arguments.
+        Exception: as `load_pipeline` and `load_model`. After any error, nothing has changed.
     """
-    text = source.source if isinstance(source, Published) else str(source)
-    _refuse_offloaded(thing, text)
-    with paused_gc(), as_plain_tensors(), _attached(thing, text) as new:
-        homes = homes_in_all()
-        pairs = _pair(thing, new, homes)
-        changes = [(old, new.tensor(key, old)) for old, key in _find_changes(thing, pairs, homes)]
-        # First what can fail: a device may be full, or no descriptor left.
-        staged = [(old, tensor.to(old.device)) for old, tensor in changes]
-        new.hold([tensor for _, tensor in changes])
-        on_device = [(old, home) for old, _, home in pairs if not old.is_cpu and home is not None]
-        others = [(each, each.clone()) for each in _others_in(thing)]
-        for old, there in staged:
-            if old.is_cpu:
-                old.data = there
-            else:  # its address stays: a graph that was captured has it
-                old.data.copy_(there)
-        for old, clone in others:
-            old.data = clone
-        for model in models_in(thing).values():
-            adopt(model, homes, on_device)
-    nbytes = sum(tensor.nbytes for _, tensor in changes)
-    return Updated(source=new.source, tensors=len(changes), changed_nbytes=nbytes)
+    given = source.source if isinstance(source, Published) else source
+    _refuse_offloaded(thing, str(given))
+    with paused_gc():
+        text, new = _load(thing, given, arguments)
+        with as_plain_tensors():
+            # First what can fail.
+            modules, tensors = _pair(thing, new, text)
+            tensors += [(each, each.clone()) for each in _others_in(thing)]
+            ready = [
+                (old, _over_memory_of(its, old) if old.is_cpu else its) for old, its in tensors
+            ]
+            state = [
+                (old, name, getattr(its, name))
+                for old, its in [(thing, new), *modules]
+                for name in ADAPTER_STATE & (vars(old).keys() | vars(its).keys())
+                if hasattr(its, name)
+            ]
+            for old, its in ready:
+                with torch.inference_mode(old.is_inference()), torch.no_grad():
+                    if old.is_cpu:
+                        old.data = its
+                    else:  # its address stays: a graph that was captured has it
+                        old.data.copy_(its)
+            for old, name, value in state:
+                setattr(old, name, value)
+            for old, its in modules:
+                adopt(old, its)
+    return Updated(source=text)
 
 
 def newest(source: str) -> str:
@@ -104,130 +113,86 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
             raise UpdateRefused(source, reason)
 
 
-def _others_in(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of schedulers: they are copied, or would keep an old version's memory."""
-    for part in vars(thing).values():
-        if not isinstance(part, torch.nn.Module) and hasattr(part, "__dict__"):
-            values = vars(part).values()
-            yield from (each for each in values if isinstance(each, torch.Tensor) and each.is_cpu)
-
-
-# The weights of the source ------------------------------------------------------------------------
-
-
-class _New(NamedTuple):
-    """The weights of a source, as `lines_of` has them; attached, and not read."""
-
-    source: str
-    """With its version."""
-    lines: Sequence[tuple[str, str, object]]
-    """Path, look, and a key; None for a module."""
-    tensor: Callable[[Any, torch.Tensor], torch.Tensor]
-    """Returns the tensor of a key, given one of its dtype, shape and strides."""
-    home: Callable[[Any, torch.Tensor, Homes], Home | None]
-    """Returns where that tensor lies."""
-    hold: Callable[[Sequence[torch.Tensor]], None]
-    """Keeps their segments as long as some tensors live."""
-
-
-@contextlib.contextmanager
-def _attached(thing: Any, source: str) -> Iterator[_New]:
-    """Attach a source: of a publication its segments, else the pipeline."""
+def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, Any]:
+    """Load a source; return it, a publication with its version, and the pipeline or model."""
     if is_publication(source):
-        with opened(source) as version:
-            weights = version.structure.weights
-            lines = [(path, look, None if key < 0 else key) for path, look, key in weights]
-            yield _New(
-                version.source,
-                lines,
-                version.tensor,
-                lambda key, like, homes: version.home(key, like),
-                functools.partial(_hold, version),
-            )
-        return
-    if isinstance(thing, torch.nn.Module):
-        raise ArgumentError(f"{source}: a model takes its weights from a publication, shm:NAME")
+        with opened(str(source)) as version:  # while it is attached, it stays
+            return version.source, load_published(version.source, arguments)
+    call = call_of(models_in(thing).get("", thing)) or _call_for(thing)
+    passed = {name: getattr(thing, name) for name in call.passed}
+    return str(source), call.load(source=source, **{**call.arguments, **passed, **arguments})
+
+
+def _call_for(thing: Any) -> Call:
+    """Return a call for a pipeline or model of which none is known."""
     dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
-    pipe = load_pipeline(source, pipeline_class=type(thing), dtype=dtypes, keep=True)
-    yield _New(
-        source,
-        list(lines_of(pipe)),
-        lambda tensor, like: tensor,
-        lambda tensor, like, homes: homes.find(tensor),
-        lambda tensors: None,
-    )
+    if "" in dtypes:
+        cls = type(models_in(thing)[""])
+        return Call(load_model, {"cls": cls, "dtype": dtypes[""], "keep": True})
+    absent = {name: None for name in thing.config if vars(thing).get(name, thing) is None}
+    of_class = {"pipeline_class": type(thing), "dtype": dtypes, "keep": True}
+    return Call(load_pipeline, of_class | absent)
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:
-    return next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+    sizes = Counter[torch.dtype]()
+    for each in model.parameters():
+        sizes[each.dtype] += each.nbytes if each.is_floating_point() else 0
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
-def _hold(version: Opened, tensors: Sequence[torch.Tensor]) -> None:
-    holder = torch.nn.Module()
-    holder._buffers.update({str(number): each for number, each in enumerate(tensors)})
-    hold_leases([holder], version.segments, version.spans)
-
-
-# What differs -------------------------------------------------------------------------------------
-
-
-_Pair = tuple[torch.Tensor, Any, Home | None]
-
-
-def _pair(thing: Any, new: _New, homes: Homes) -> list[_Pair]:
-    """Return each tensor of a pipeline, with the key and the home of that of the source.
+def _pair(
+    thing: Any, new: Any, source: str
+) -> tuple[list[tuple[Any, Any]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the modules and the tensors of a pipeline, each with that of the source.
 
     Raises:
         UpdateRefused: something else differs.
     """
-    here = list(lines_of(thing))
-    found: dict[int, _Pair] = {}
-    for (path, look, old), (new_path, new_look, key) in zip(here, new.lines, strict=False):
-        if path != new_path:
-            raise UpdateRefused(new.source, f"here is {path}, where there is {new_path}")
-        if look != new_look:
-            raise UpdateRefused(new.source, f"{path} is {look} here, and {new_look} there")
-        if old is None:
+    here, there = ({each.path: each for each in lines_of(one)} for one in (thing, new))
+    modules: list[tuple[Any, Any]] = []
+    tensors: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+    for path in here | there:
+        if path not in here or path not in there:
+            raise UpdateRefused(source, f"{path} is only {'here' if path in here else 'there'}")
+        (_, look, old), (_, its_look, its) = here[path], there[path]
+        if look != its_look:
+            raise UpdateRefused(source, f"{path} is {look} here, and {its_look} there")
+        if old is its:  # a value, or of a component that was passed
             continue
-        if old.is_meta or key is None:
+        if not (isinstance(old, torch.Tensor) and isinstance(its, torch.Tensor)):
+            modules.append((old, its))
+            continue
+        if old.is_meta or its.is_meta:
             where = "here" if old.is_meta else "there"
-            raise UpdateRefused(new.source, f"{path} has no bytes {where}")
-        # On a device, what shares memory is one: its bytes are copied there. Empty ones have none.
-        place = id(old) if old.is_cpu or not old.numel() else old.data_ptr()
-        if place not in found:
-            found[place] = old, key, new.home(key, old, homes)
-        elif not _is_same(found[place][1], key):
-            raise UpdateRefused(new.source, f"{path} is tied to another weight here, and not there")
-    if len(here) != len(new.lines):
-        longer = max(here, new.lines, key=len)
-        path = longer[min(len(here), len(new.lines))][0]
-        raise UpdateRefused(new.source, f"{path} is only {'here' if longer is here else 'there'}")
-    return list(found.values())
+            raise UpdateRefused(source, f"{path} has no bytes {where}")
+        # On a device, what shares memory is one: its bytes are copied there.
+        place = id(old) if old.is_cpu else (old.data_ptr(), old.nbytes)
+        if tensors.setdefault(place, (old, its))[1].data_ptr() != its.data_ptr():
+            raise UpdateRefused(source, f"{path} is tied to another weight here, and not there")
+    return modules, list(tensors.values())
 
 
-def _is_same(key: object, other: object) -> bool:
-    return key is other or (isinstance(key, int) and key == other)
+def _others_in(thing: Any) -> Iterator[torch.Tensor]:
+    """Yield the host tensors of schedulers, and those of modules that are no weights or buffers.
 
-
-def _find_changes(
-    thing: Any, pairs: Sequence[_Pair], homes: Homes
-) -> list[tuple[torch.Tensor, Any]]:
-    """Return the tensors that differ, with the keys of those of the source.
-
-    On the host a tensor is the same at the same place of the same segment, if this process has no
-    page of its own of it. Elsewhere it differs, whatever its bytes: it would keep the memory of an
-    old version. On a device the bytes are compared there.
+    They keep their values, and have to be copied: mapped, they keep an old version's memory.
     """
-    before = {each for model in models_in(thing).values() if (each := homes_of(model))}
-    same = set()
-    to_compare: list[tuple[torch.Tensor, Home]] = []
-    for old, _, home in pairs:
-        if old.numel() == 0:
-            same.add(id(old))
-        elif home and old.is_cpu:
-            if homes.find(old) == home and homes.is_untouched(old):
-                same.add(id(old))
-        elif home and home in (each.find(old) for each in before):
-            to_compare.append((old, home))
-    same |= homes.take_home(to_compare).keys()
-    return [(old, key) for old, key, _ in pairs if id(old) not in same]
+    modules = [each for model in models_in(thing).values() for each in modules_of(model)]
+    for part in (*vars(thing).values(), *modules):
+        values = vars(part).values() if hasattr(part, "__dict__") else ()
+        tensors = (each for each in values if type(each) is torch.Tensor)
+        yield from (each for each in tensors if each.is_cpu and each.layout is torch.strided)
+
+
+def _over_memory_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of another, or of its copy on the host.
+
+    Args:
+        tensor: the other.
+        like: the result is an inference tensor if this is one, whatever the mode of the caller.
+    """
+    its = tensor.cpu()
+    with torch.inference_mode(like.is_inference()):
+        made = torch.empty(0, dtype=its.dtype, device="cpu")
+        return made.set_(its.untyped_storage(), its.storage_offset(), its.shape, its.stride())

@@ -39,11 +39,14 @@ NAMES = {
     "torch.nn:Module._modules": "an error",
     "torch.nn:Module._parameters": "an error",
     "torch.utils._python_dispatch:TorchDispatchMode": "an error at import",
+    "peft.tuners.tuners_utils:BaseTunerLayer._active_adapter": "`update` leaves it as it is",
+    "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters": "`update` leaves it as it is",
     "accelerate.big_modeling:init_on_device.register_empty_parameter": "models that another "
     "thread has emptied are an error when they are used",
     "diffusers.hooks.group_offloading:ModuleGroup._init_cpu_param_dict": "nothing says that "
     "streams pin copies",
     "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
+    "diffusers.loaders.lora_base:LoraBaseMixin._merged_adapters": "`update` leaves it as it is",
     "diffusers:ModularPipeline._component_specs": "an error of modular pipelines",
     "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
     "diffusers.pipelines.auto_pipeline:AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "an automatic class "
@@ -76,6 +79,22 @@ NAMES = {
     "may not be published",
 }
 """Each name, and what is lost without it."""
+
+ADAPTER_STATE = frozenset(
+    {
+        "_active_adapter",
+        "_disable_adapters",
+        "_merged_adapters",
+        "lora_alpha",
+        "merged_adapters",
+        "peft_config",
+        "r",
+        "scale",
+        "scaling",
+    }
+)
+"""Attributes that say what the weights of adapters do: of peft's layers, of models that have such
+layers, of pipelines, and of diffusers' layers of IP adapters."""
 
 EMPTYING = "register_empty_parameter"
 """The function that accelerate puts in the place of a method of torch's modules."""

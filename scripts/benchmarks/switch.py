@@ -260,7 +260,6 @@ def measure_update(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
             what=f"{_said(size)}update of a pipeline, a LoRA has changed it: time",
             sample=rounds.sample("shmload", "update_s"),
             at_most=0.1,
-            beside={"changed, it says": rounds.sample("shmload", "changed_nbytes")},
         ),
         Figure(
             name=f"update-written{_mark(size)}",

@@ -62,21 +62,22 @@ def homes_of(model: torch.nn.Module) -> Homes | None:
     return _watched.get(model)
 
 
-def adopt(
-    model: torch.nn.Module, homes: Homes, on_device: Iterable[tuple[torch.Tensor, Home]]
-) -> None:
-    """Watch a model that has other weights now.
+def adopt(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Have the weights of a module come home to where those of another lie.
 
     Args:
-        model: some of its weights may be on a device.
-        homes: of its weights.
-        on_device: its weights on a device, each with its home.
+        module: it has the other's weights now, on the host or on a device.
+        other: is of what a load has returned.
     """
-    _watch_moves()
-    for module in modules_of(model):
-        _watched[module] = homes
-    for tensor, home in on_device:
-        homes.note(tensor, home)
+    homes = homes_of(other)
+    if homes is None:
+        _watched.pop(module, None)
+        return
+    _watched[module] = homes
+    pairs = (tensors_of(each, recurse=False) for each in (module, other))
+    for tensor, its in zip(*pairs, strict=True):
+        if not tensor.is_cpu and (home := homes.find(its)):
+            homes.note(tensor, home)
 
 
 def has_pinned_copies(model: torch.nn.Module) -> bool:

@@ -4,12 +4,11 @@ Guarantee: what `take_home` returns has the bytes that are on the device. They a
 so it does not matter what has changed a weight, nor whether torch has counted it.
 """
 
-import contextlib
 import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,13 +16,8 @@ from shmload._building.device_bytes import Digest, digests_of
 from shmload._building.mapped import Spans, map_ranges
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.pagemap import has_own_pages, is_modified
 from shmload._segments.lease import Lease
-from shmload._segments.names import segment_names
-from shmload._segments.segment import Segment, attach, peek
-
-if TYPE_CHECKING:
-    from shmload._host.procfs import Mapping
+from shmload._segments.segment import Segment, attach
 
 Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a weight on a device: itself, which keeps the id, and what it is on the host."""
@@ -66,7 +60,6 @@ class Homes:
         self._leases: dict[Inode, Lease] = {}
         # By the id of a tensor. Where it lies may change, also by its `data`.
         self._homes: dict[int, tuple[weakref.ref[torch.Tensor], Home]] = {}
-        self._own: dict[Mapping, bool] = {}
         self._digests: dict[tuple[Home, torch.device], Digest] = {}
 
     def __bool__(self) -> bool:
@@ -103,20 +96,6 @@ class Homes:
     def forget(self, tensor: torch.Tensor) -> None:
         """Forget what was noted of a tensor."""
         self._homes.pop(id(tensor), None)
-
-    def is_untouched(self, tensor: torch.Tensor) -> bool:
-        """Tell whether this process has no page of its own of a mapped tensor.
-
-        It looks at each mapping once, and at a tensor alone where the process has written to it.
-        """
-        mapping = self._spans.find_address(tensor.data_ptr())
-        if mapping is None:
-            return False
-        if mapping not in self._own:
-            self._own[mapping] = is_modified(mapping)
-        begin = tensor.data_ptr() // PAGE_NBYTES * PAGE_NBYTES
-        end = -(-(tensor.data_ptr() + tensor.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        return not (self._own[mapping] and has_own_pages(begin, end))
 
     def take_home(self, weights: Iterable[tuple[torch.Tensor, Home]]) -> Found:
         """Return what unchanged weights are on the host.
@@ -182,13 +161,6 @@ class Homes:
                     return None
                 lease = self._leases[inode] = Lease(segment)
         return lease
-
-
-def homes_in_all() -> Homes:
-    """Return the homes in all segments of this user, as they are mapped in this process now."""
-    with contextlib.ExitStack() as closing:
-        found = [closing.enter_context(each) for each in filter(None, map(peek, segment_names()))]
-        return Homes(found, Spans({each.inode for each in found}))
 
 
 def _drop(lease: Lease) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from shmload._building.code import Stamp, require_same
 from shmload._building.homecoming import watch
-from shmload._building.homes import Home, Homes
+from shmload._building.homes import Homes
 from shmload._building.mapped import Spans, hold_leases, map_ranges
 from shmload._building.structure import Structure, put_together
 from shmload._checkpoints.library import whole_libraries
@@ -99,33 +99,6 @@ class Opened:
             content = self._maps[number][begin : begin + self._sizes[region]]
             self._storages[region] = storage_over(content)
         return self._storages[region]
-
-    def home(self, number: int, like: torch.Tensor) -> Home | None:
-        """Return where a tensor of the structure lies; None if it has no bytes.
-
-        Args:
-            number: its index.
-            like: has its dtype and shape.
-        """
-        region, offset = self.structure.places[number]
-        if region < 0:
-            return None
-        segment, begin = self._regions[region]
-        return Home(self._inodes[segment], begin + offset, like.dtype, like.shape)
-
-    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the structure.
-
-        Args:
-            number: its index.
-            like: has its dtype, shape and strides.
-        """
-        region, offset = self.structure.places[number]
-        if region < 0:
-            return torch.empty_like(like, device="cpu")
-        made = torch.empty(0, dtype=like.dtype, device="cpu")
-        start = offset // like.itemsize
-        return made.set_(self.storage(region), start, like.shape, like.stride())
 
 
 @contextlib.contextmanager

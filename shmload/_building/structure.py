@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from shmload._building import tokenizer_parts
 from shmload._building.mapped import modules_of
-from shmload._building.weights import lines_of, models_in
+from shmload._building.weights import models_in
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
@@ -54,8 +54,6 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """The versions of the packages whose classes are pickled."""
     hooks: int
     """The number that torch gives to the next hook, at least."""
-    weights: list[tuple[str, str, int]]
-    """The lines of its weights, each with an index into `places`; of modules -1."""
 
 
 class Region(NamedTuple):
@@ -113,10 +111,6 @@ def take_apart(thing: Any) -> Apart:
         places=places,
         packages=_versions(pickler.packages),
         hooks=RemovableHandle.next_id,
-        weights=[
-            (path, look, -1 if tensor is None else pickler.numbers.get(id(tensor), -1))
-            for path, look, tensor in lines_of(thing)
-        ],
     )
     return Apart(structure, regions, pickler.tensors, pickler.code)
 
@@ -170,8 +164,6 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
-        self.numbers: dict[int, int] = {}
-        """By the id of what was pickled."""
         self.packages: set[str] = set()
         self.code: set[Any] = set()
 
@@ -227,7 +219,6 @@ class _Pickler(pickle.Pickler):
                 "conjugate of another"
             )
         with as_plain_tensors():
-            self.numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor.detach().cpu())
         made = tensor.dtype, tuple(tensor.shape), tuple(self.tensors[-1].stride())
         content = _Bytes(len(self.tensors) - 1)

@@ -134,8 +134,11 @@ def test_examples_update(folder, monkeypatch, capsys):
     shmload.publish(trained, "watercolour")
     with torch.no_grad():
         trained.unet.conv_in.weight.add_(1)
-    for example in examples()[2:]:
-        space = {"shmload": shmload, "trained": trained}
+    spaces = [{"shmload": shmload, "trained": trained} for _ in examples()[2:]]
+    for example, space in zip(examples()[2:], spaces, strict=True):
         exec(example, space)
-    assert capsys.readouterr().out.startswith("shm:watercolour@2 ")
-    assert torch.equal(space["pipe"].unet.conv_in.weight, trained.unet.conv_in.weight)
+    _, reader, loaded = spaces
+    assert capsys.readouterr().out == "shm:watercolour@2\n"
+    assert torch.equal(reader["pipe"].unet.conv_in.weight, trained.unet.conv_in.weight)
+    wanted = pipeline_of(folder, "cartoon")
+    assert torch.equal(loaded["pipe"].unet.conv_in.weight, wanted.unet.conv_in.weight)

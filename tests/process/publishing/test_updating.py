@@ -8,7 +8,7 @@ from comparing import assert_equal, reference
 from halving import Halves
 from mappings import copied_nbytes, state_of
 from peft import LoraConfig
-from pipelines import run, save
+from pipelines import build, run, save
 
 import shmload
 from shmload._building import homecoming
@@ -37,27 +37,14 @@ def test_pipeline_gets_the_new_weights_and_keeps_its_objects(trained):
     pipe, publish = trained()
     reader = publish().load()
     before = dict(reader.unet.named_parameters())
-    places = {name: each.data_ptr() for name, each in state_of(reader).items()}
     made = publish()
     assert shmload.newest("shm:trained") == made.newest() == "shm:trained@2"
     done = shmload.update(reader, made)
-    models = [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
-    own = [each for model in models for each in model.buffers()]  # in no file, so in each version
-    assert (done.source, done.tensors) == ("shm:trained@2", 1 + len(own))
-    assert done.changed_nbytes == sum(each.nbytes for each in (pipe.unet.conv_in.weight, *own))
+    assert done.source == "shm:trained@2"
     assert_equal(reader, pipe)
     assert dict(reader.unet.named_parameters()) == before
-    moved = [name for name, each in state_of(reader).items() if each.data_ptr() != places[name]]
-    assert moved == ["unet.conv_in.weight"]
     assert copied_nbytes(reader) == 0
     assert (run(reader) == run(made.load())).all()
-
-
-def test_what_is_there_already_is_left_alone(trained):
-    _, publish = trained()
-    made = publish()
-    reader = made.load()
-    assert shmload.update(reader, made).tensors == 0
 
 
 def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
@@ -65,7 +52,7 @@ def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
     reader = publish().load()
     with torch.no_grad():
         reader.vae.encoder.conv_in.weight.zero_()
-    assert shmload.update(reader, "shm:trained").tensors >= 1
+    shmload.update(reader, "shm:trained")
     assert_equal(reader, pipe)
 
 
@@ -109,6 +96,107 @@ def test_model_is_updated_too_with_its_buffers():
     model[0].weight.scale = 0.25
     with pytest.raises(shmload.UpdateRefused, match="scale"):
         shmload.update(reader, shmload.publish(model, "halves"))
+
+
+# What gives weights their meaning -----------------------------------------------------------------
+
+
+def add_adapter(pipe, name="a", **given):
+    torch.manual_seed(0)
+    config = {"r": 2, "target_modules": ["to_q"], "init_lora_weights": False} | given
+    pipe.unet.add_adapter(LoraConfig(**config), name)
+    pipe.unet.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe: add_adapter(pipe, lora_alpha=64),
+        lambda pipe: add_adapter(pipe, use_rslora=True),
+        lambda pipe: (add_adapter(pipe), pipe.set_adapters("a", 3.0)),
+        lambda pipe: (add_adapter(pipe), pipe.unet.disable_adapters()),
+        lambda pipe: (add_adapter(pipe), pipe.fuse_lora(lora_scale=3.0)),
+    ],
+    ids=["alpha", "scale of ranks", "weight", "disabled", "fused"],
+)
+def test_state_of_adapters_is_set_with_the_weights(saved, change):
+    plain, changed = (reference(saved("stable-diffusion")) for _ in range(2))
+    add_adapter(plain)
+    change(changed)
+    images = [run(plain), run(changed)]
+    assert not (images[0] == images[1]).all()
+    versions = [shmload.publish(each, "adapted") for each in (plain, changed)]
+    reader = versions[0].load()
+    for number in (1, 0):
+        shmload.update(reader, versions[number])
+        assert (run(reader) == images[number]).all()
+        fresh = versions[number].load()
+        assert reader.num_fused_loras == fresh.num_fused_loras
+        for pipe in (reader, fresh) if fresh.num_fused_loras else ():
+            pipe.unfuse_lora()
+        assert (run(reader) == run(fresh)).all()
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_other_adapter_becomes_active(saved):
+    pipe = reference(saved("stable-diffusion"))
+    add_adapter(pipe, "a")
+    add_adapter(pipe, "b", lora_alpha=64)
+    versions = []
+    for active in ("a", "b", ["a", "b"]):
+        pipe.unet.set_adapter(active)
+        versions.append((shmload.publish(pipe, "active"), run(pipe)))
+    reader = versions[0][0].load()
+    for made, image in versions:
+        shmload.update(reader, made)
+        assert (run(reader) == image).all()
+
+
+def change_heads(pipe):
+    unet = pipe.unet
+    unet.register_to_config(attention_head_dim=unet.config.attention_head_dim * 2)
+
+
+def change_heads_of_text_encoder(pipe):
+    pipe.text_encoder.config.num_attention_heads *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_heads, r"unet\.config\.attention_head_dim is 4 here, and 8 there"),
+        (change_heads_of_text_encoder, r"text_encoder\.config\.num_attention_heads is 2 here"),
+    ],
+)
+def test_other_configuration_of_equal_shapes_is_refused(saved, tmp_path, change, said):
+    reader = shmload.load_pipeline(saved("stable-diffusion"))
+    before = {name: each.clone() for name, each in state_of(reader).items()}
+    other = build("stable-diffusion", seed=7)
+    change(other)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(shmload.UpdateRefused, match=said):
+        shmload.update(reader, tmp_path / "other")
+    with pytest.raises(shmload.UpdateRefused, match=said):
+        shmload.update(reader, shmload.publish(other, "other"))
+    after = state_of(reader)
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("is_updated_in_inference", [False, True])
+def test_each_tensor_keeps_its_mode(trained, is_inference, is_updated_in_inference):
+    pipe, publish = trained()
+    made = publish()
+    with torch.inference_mode(is_inference):
+        reader = made.load()
+    with torch.inference_mode(is_updated_in_inference):
+        shmload.update(reader, publish())
+    assert {each.is_inference() for each in reader.unet.parameters()} == {is_inference}
+    assert_equal(reader, pipe)
+    assert (run(reader) == run(pipe)).all()
+    if not is_inference:
+        reader.unet.conv_in(torch.ones(1, 4, 8, 8)).sum().backward()
+        assert reader.unet.conv_in.weight.grad is not None
 
 
 # Nothing, if it cannot be all ---------------------------------------------------------------------
@@ -169,8 +257,10 @@ def test_unknown_source_changes_nothing(trained):
     pipe, _ = trained()
     with pytest.raises(shmload.SegmentNotFound):
         shmload.update(pipe, "shm:nothing")
-    with pytest.raises(shmload.ArgumentError, match="shm:NAME"):
+    with pytest.raises(shmload.SourceNotFound):
         shmload.update(pipe.unet, "some/path")
+    with pytest.raises(shmload.ArgumentError, match="leave out dtype"):
+        shmload.update(pipe, shmload.publish(pipe, "half"), dtype="float16")
 
 
 # Several processes --------------------------------------------------------------------------------
@@ -234,6 +324,8 @@ def test_version_that_is_removed_stays_with_who_has_it(trained):
     done = shmload.update(reader, "shm:trained")
     assert done.source == "shm:trained@2"
     shmload.evict("shm:trained@1")
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict("shm:trained@2")
     with pytest.raises(shmload.SegmentNotFound):
         shmload.update(reader, "shm:trained@1")
 

@@ -1,0 +1,137 @@
+"""A pipeline is updated to a directory by the call that has made it."""
+
+import gc
+import weakref
+
+import diffusers
+import pytest
+import torch
+from comparing import reference
+from mappings import state_of
+from pipelines import build, save
+
+import shmload
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Save a pipeline with other weights."""
+
+    def save_other(family="stable-diffusion", **given):
+        return save(family, tmp_path / "other", seed=7, **given)
+
+    return save_other
+
+
+def assert_updated(pipe, wanted):
+    assert_all_equal(state_of(pipe), state_of(wanted))
+
+
+def assert_same(model, wanted):
+    assert_all_equal(model.state_dict(), wanted.state_dict())
+
+
+def assert_all_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype, name
+        assert torch.equal(found[name], each), name
+
+
+@pytest.mark.parametrize(
+    "load", [shmload.load_pipeline, lambda source, dtype: reference(source, dtype)]
+)
+def test_models_with_parts_in_float32(saved, other, load):
+    source = other("wan")
+    pipe = load(saved("wan"), dtype=torch.bfloat16)
+    assert {each.dtype for each in pipe.transformer.parameters()} == {torch.bfloat16, torch.float32}
+    shmload.update(pipe, source)
+    assert_updated(pipe, reference(source, torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the missing checker
+def test_component_that_was_left_out(saved, other):
+    source = other()
+    pipe = shmload.load_pipeline(saved("stable-diffusion"), safety_checker=None)
+    published = shmload.publish(pipe, "unchecked").load()
+    wanted = reference(source, safety_checker=None)
+    for each in (pipe, published):
+        shmload.update(each, source)
+        assert_updated(each, wanted)
+
+
+def test_variant_and_what_takes_its_place(saved, other):
+    source = other(dtype="float16", variant="fp16")
+    given = {"variant": "fp16", "dtype": "float16"}
+    pipe = shmload.load_pipeline(saved("stable-diffusion", "float16", variant="fp16"), **given)
+    shmload.update(pipe, source)
+    assert_updated(pipe, reference(source, torch.float16, variant="fp16"))
+    older = saved("stable-diffusion")
+    shmload.update(pipe, older, variant=None)
+    assert_updated(pipe, reference(older, torch.float16))
+    with pytest.raises(shmload.UpdateRefused, match="float16"):
+        shmload.update(pipe, source, dtype="float32")
+
+
+def test_model_of_a_folder(saved, other):
+    source = other()
+    model = shmload.load_model("UNet2DConditionModel", saved("stable-diffusion"), subfolder="unet")
+    alone = reference(saved("stable-diffusion")).unet
+    shmload.update(model, source)
+    shmload.update(alone, source, subfolder="unet")
+    for each in (model, alone):
+        assert_same(each, reference(source).unet)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_components_that_were_passed_stay(saved, other, count):
+    source = other()
+    nets = [diffusers.ControlNetModel.from_unet(build("stable-diffusion").unet) for _ in "ab"]
+    pipe = shmload.load_pipeline(
+        saved("stable-diffusion"),
+        pipeline_class="StableDiffusionControlNetPipeline",
+        controlnet=nets if count == 2 else nets[0],
+    )
+    control = pipe.controlnet
+    before = {name: (each.data_ptr(), each.clone()) for name, each in control.state_dict().items()}
+    shmload.update(pipe, source)
+    assert pipe.controlnet is control
+    for name, each in control.state_dict().items():
+        assert each.data_ptr() == before[name][0]
+        assert torch.equal(each, before[name][1])
+    assert_same(pipe.unet, reference(source).unet)
+
+
+@pytest.mark.skipif(
+    "pretrained_model_name_or_path" not in diffusers.ComponentSpec.loading_fields(),
+    reason="this diffusers has other modular pipelines",
+)
+def test_modular_pipeline(saved, other, tmp_path):
+    source = other("sdxl")
+    indexes = []
+    for number, each in enumerate((saved("sdxl"), source)):
+        indexes.append(tmp_path / f"index-{number}")
+        diffusers.ModularPipeline.from_pretrained(str(each)).save_config(indexes[-1])
+    vae = build("sdxl").vae
+    manager = diffusers.ComponentsManager()
+    pipe = shmload.load_pipeline(
+        str(indexes[0]), dtype="bfloat16", vae=vae, components_manager=manager
+    )
+    count = len(manager.components)
+    bytes_before = vae.decoder.conv_in.weight.clone()
+    shmload.update(pipe, str(indexes[1]))
+    assert len(manager.components) == count
+    assert pipe.vae is vae
+    assert torch.equal(vae.decoder.conv_in.weight, bytes_before)
+    assert_same(pipe.unet, reference(source, torch.bfloat16).unet)
+
+
+def test_memory_of_a_call_keeps_nothing(saved):
+    scheduler = diffusers.DDIMScheduler()
+    pipe = shmload.load_pipeline(saved("stable-diffusion"), scheduler=scheduler)
+    parts = [weakref.ref(each) for each in (pipe, pipe.unet, scheduler)]
+    del pipe, scheduler
+    gc.collect()
+    assert [each() for each in parts] == [None] * 3
