@@ -33,6 +33,7 @@ from shmload._building.maker import Maker
 from shmload._building.route import Options
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
+from shmload._host.collector import forget_locals
 from shmload._host.fingerprint import files_below, fingerprint
 from shmload._segments.metadata import built_metadata
 from shmload._segments.names import built_name
@@ -227,7 +228,7 @@ def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment |
                 meanwhile()
                 return held.wait(settings().wait_timeout_s)
     except ShmloadError as exc:
-        logger.info("%s: this process builds it for itself: %s", key.file, exc)
+        logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
         return None
     return held
 
@@ -249,7 +250,9 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         with opened(key.file, segment) as record:
             return _Kept(level, restore(record))
     except PublicationBroken as exc:
-        logger.info("%s: not recalled: %s", key.file, exc)
+        # str(exc): a handler that keeps log records must not keep the traceback's mappings.
+        logger.info("%s: not recalled: %s", key.file, str(exc))
+        forget_locals(exc, None)
         return None
 
 
@@ -279,10 +282,12 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
             kept = store(part, thing, built_metadata(key.file, says), checks_code=True)
         except (ShmloadError, OSError, MemoryError, CannotKeepHere) as exc:
             level_of_log = logging.WARNING if isinstance(exc, CapacityError) else logging.INFO
-            logger.log(level_of_log, "%s: each process builds it: %s", key.file, exc)
+            logger.log(level_of_log, "%s: each process builds it: %s", key.file, str(exc))
+            forget_locals(exc, None)
             return made
         except Exception as exc:  # as many kinds as there are objects
             reason = why_not_kept(exc).partition("\n")[0]
+            forget_locals(exc, None)
             continue
         with kept.segment as segment:
             if level is Level.WHOLE and kept.copied_nbytes >= _MUCH_NBYTES:

@@ -1,5 +1,6 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
+import functools
 import json
 import logging
 import os
@@ -225,17 +226,19 @@ def test_change_of_a_dtype_or_mode_is_another(saved, built):
 
 
 def replace_a_constructor(monkeypatch):
-    plain = diffusers.AutoencoderKL.__init__
-    monkeypatch.setattr(
-        diffusers.AutoencoderKL,
-        "__init__",
-        lambda self, *args, **kwargs: plain(self, *args, **kwargs),
-    )
+    plain = diffusers.DDIMScheduler.__init__
+
+    @functools.wraps(plain)
+    def construct(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.is_mine = True
+
+    monkeypatch.setattr(diffusers.DDIMScheduler, "__init__", construct)
 
 
 def replace_a_class(monkeypatch):
     class DDIMScheduler(diffusers.DDIMScheduler):
-        pass
+        is_mine = True
 
     monkeypatch.setattr(diffusers, "DDIMScheduler", DDIMScheduler)
 
@@ -246,7 +249,9 @@ def test_program_that_replaces_code_builds_for_itself(saved, built, replace, mon
     load(source)
     with monkeypatch.context() as replacing:
         replace(replacing)
-        assert type(load(source).scheduler) is diffusers.DDIMScheduler
+        scheduler = load(source).scheduler
+        assert type(scheduler) is diffusers.DDIMScheduler
+        assert hasattr(scheduler, "is_mine")
     assert len(built) == 2
     assert_equal(load(source), reference(source, _BF16))
 
@@ -347,7 +352,8 @@ def waits(caplog):
         caplog.clear()
         return thread, found
 
-    return start
+    yield start
+    found.clear()
 
 
 def test_one_process_builds_and_the_others_wait(saved, built, child, waits):
