@@ -13,24 +13,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import msgspec
 
 from shmload._building import prepared
-from shmload._building.attempt import load
 from shmload._building.call import noted
 from shmload._building.maker import Maker
+from shmload._building.options import Keep, Options, require_readable
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
 from shmload._building.remembered import key_of_load, once, own_quantisers
-from shmload._building.route import Keep, Options, require_readable
-from shmload._building.single_file import SinglePipelineMaker, bring_single_file, is_single_file
-from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.modular import find_whole_source
-from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import Source
-from shmload._checkpoints.wanted import PIPELINE_ARGUMENTS, Wanted, is_publication
+from shmload._checkpoints.wanted import (
+    PIPELINE_ARGUMENTS,
+    Wanted,
+    is_publication,
+)
+from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
-from shmload._loading.load import Load
-from shmload._loading.progress import Callback, Progress
-from shmload._segments.segment import Stay
 from shmload._wording import logger_of
 from shmload.errors import (
     ArgumentError,
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
+    from shmload._loading.progress import Callback
 
 logger = logger_of(__name__)
 
@@ -78,7 +76,7 @@ def load_pipeline(
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
-    progress: Callback | bool | None = None,
+    progress: "Callback | bool | None" = None,
     **from_pretrained_kwargs: Any,
 ) -> Any: ...
 @noted
@@ -95,7 +93,7 @@ def load_pipeline(
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
-    progress: Callback | bool | None = None,
+    progress: "Callback | bool | None" = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a diffusion pipeline through shared memory.
@@ -192,6 +190,8 @@ def load_pipeline(
     require_readable(options, kwargs)
     maker: Maker
     if is_single_file(wanted.source):
+        from shmload._building.single_file import SinglePipelineMaker, bring_single_file
+
         wanted = bring_single_file(wanted)
         maker = SinglePipelineMaker(pipeline_class, wanted, kwargs.get("config"))
     else:
@@ -205,6 +205,8 @@ def load_pipeline(
         request = None  # its files are not looked at before one that is ready is taken
 
     def build(models: Mapping[str, Any]) -> Any:
+        from shmload._building.attempt import load  # a load that is recalled needs none of it
+
         maker.passes_models = bool(models)
         own = {**own_quantisers(kwargs), **models}
         return load(found, maker, dtype, options, own, title=wanted.title)
@@ -270,6 +272,13 @@ def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -
     It decodes what is kept on the host and whose rules are remembered. An error here is no error
     yet: the block meets it again, and raises it.
     """
+    from shmload._checkpoints.chosen_rule import is_known, rule_for
+    from shmload._checkpoints.modular import find_whole_source
+    from shmload._checkpoints.own_dtypes import settle_dtype
+    from shmload._loading.load import Load
+    from shmload._loading.progress import Progress
+    from shmload._segments.segment import Stay
+
     is_plain = options.keep is True and options.device_map is None and _AHEAD.issuperset(kwargs)
     with contextlib.ExitStack() as ending:
         if is_plain:

@@ -8,20 +8,18 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmload._building.attempt import load
-from shmload._building.blocks_maker import maker_of_file
 from shmload._building.call import noted
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
+from shmload._building.options import Keep, Options, require_readable
 from shmload._building.remembered import key_of_load, once, own_quantisers
-from shmload._building.route import Keep, Options, require_readable
-from shmload._building.single_file import bring_single_file, is_single_file
 from shmload._checkpoints.wanted import Wanted, is_publication
-from shmload._loading.progress import Callback
+from shmload._checkpoints.weights import is_single_file
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from shmload._building.maker import Maker
+    from shmload._loading.progress import Callback
 
 
 @noted
@@ -39,7 +37,7 @@ def load_model(
     share: bool | None = None,
     workers: int | None = None,
     verify: bool = False,
-    progress: Callback | bool | None = None,
+    progress: "Callback | bool | None" = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load one model of diffusers or transformers through shared memory.
@@ -118,6 +116,9 @@ def load_model(
     with explained_keywords(kwargs, load_model, _name_of(cls)):
         maker: Maker
         if is_single_file(wanted.source):
+            from shmload._building.blocks_maker import maker_of_file
+            from shmload._building.single_file import bring_single_file
+
             wanted = bring_single_file(wanted)
             maker = maker_of_file(cls, wanted.source, kwargs)
         else:
@@ -125,6 +126,8 @@ def load_model(
         found, dtype = maker.find(wanted, kwargs, load_model)
 
         def build(models: Mapping[str, Any]) -> Any:
+            from shmload._building.attempt import load  # a load that is recalled needs none of it
+
             own = own_quantisers(kwargs)
             return load(found, maker, dtype, options, own, title=wanted.title)
 

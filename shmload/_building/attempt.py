@@ -20,7 +20,8 @@ import msgspec
 from shmload._building.fit import Fit
 from shmload._building.libraries import Said, said_here
 from shmload._building.maker import Maker, NotToBeCast
-from shmload._building.route import Options, Route, choose_route
+from shmload._building.options import Options
+from shmload._building.route import Route, choose_route
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule

@@ -30,7 +30,7 @@ from shmload._building.keywords import (
     QUANTISING_KEYWORDS,
 )
 from shmload._building.maker import Maker
-from shmload._building.route import Options
+from shmload._building.options import Options
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
 from shmload._host.collector import forget_locals

@@ -2,26 +2,20 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker
 from shmload._building.model_maker import is_left_to_library
+from shmload._building.options import Options
 from shmload._checkpoints.source import Source, has_none_else
-from shmload._checkpoints.wanted import require_bools
 from shmload._devices.destination import Destination, parse_max_host_memory
-from shmload._loading.progress import Callback
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.placement import place
 from shmload._segments.segment import Stay
-from shmload._settings import local_world_size
 from shmload.errors import ArgumentError
-
-CONVERTED = "converted"
-Keep = bool | Literal["converted"]
-"""Which segments stay: none, all, or those that had to be made."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,71 +28,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
     may_stream: bool
     """Weights may pass through a ring: they go to devices and nothing has to stay on the host."""
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to load; each as `load_pipeline` takes it."""
-
-    device_map: object
-    max_memory: Mapping[Any, object] | None
-    max_host_memory: float | str | None
-    keep: Keep
-    share: bool | None
-    workers: int | None
-    verify: bool
-    progress: Callback | bool | None
-
-    def __post_init__(self) -> None:
-        """Refuse what is neither True nor False.
-
-        Raises:
-            ArgumentError: an argument is of another type.
-        """
-        is_kept = True if self.keep == CONVERTED else self.keep
-        is_shared = False if self.share is None else self.share
-        require_bools(keep=is_kept, share=is_shared, verify=self.verify)
-
-    @property
-    def others(self) -> dict[str, Any]:
-        """All but `keep`, by name."""
-        given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if name != "keep"}
-
-    @property
-    def devices(self) -> dict[str, Any]:
-        """What says where the weights go, by name."""
-        return {
-            "device_map": self.device_map,
-            "max_memory": self.max_memory,
-            "max_host_memory": self.max_host_memory,
-        }
-
-    @property
-    def leaves_on_host(self) -> bool:
-        """Whether all weights are to lie on the host, with no more said about how."""
-        is_plain = not (self.verify or self.tries_to_share or self.is_bounded)
-        return is_plain and self.device_map is None
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether memory of the host is limited."""
-        return self.max_host_memory is not None
-
-    @property
-    def stay(self) -> Stay:
-        """How long segments stay, unless several ranks share them."""
-        return Stay.RESIDENT if self.keep else Stay.SHARED if self.share else Stay.PRIVATE
-
-    @property
-    def tries_to_share(self) -> bool:
-        """Whether one of several ranks loads, and was not told otherwise."""
-        may_share = self.share is None and not (self.keep or self.is_bounded)
-        return may_share and local_world_size() > 1
-
-    @property
-    def may_link(self) -> bool:
-        """Whether files that have the wanted dtypes get no segment, even if the others stay."""
-        return self.keep == CONVERTED
 
 
 def choose_route(
@@ -133,27 +62,6 @@ def choose_route(
     )
 
 
-def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
-    """Check what can be wrong with the devices whatever the source is: before a download.
-
-    Args:
-        options: how to load.
-        kwargs: for `from_pretrained`; changed.
-
-    Raises:
-        ArgumentError: a value is not valid, or two of them exclude each other.
-        DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
-    """
-    # It asks for large reads instead of page faults. The workers read so in any case.
-    kwargs.pop("disable_mmap", None)
-    if options.device_map is None and options.max_memory is not None:
-        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
-    if options.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
-        return
-    # A folder counts later, if the weights are not quantised: then the library has them.
-    _destination(options, kwargs.get("offload_folder", "")).require_present()
-
-
 def is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
     """Tell whether the library quantises weights, or loads some that are quantised."""
     return any(map(kwargs.get, QUANTISING_KEYWORDS)) or any(
@@ -179,10 +87,10 @@ def _parse_destination(
         if options.max_memory is not None:
             kwargs["max_memory"] = options.max_memory
         return None
-    return _destination(options, kwargs.pop("offload_folder", None), source.components)
+    return destination_of(options, kwargs.pop("offload_folder", None), source.components)
 
 
-def _destination(
+def destination_of(
     options: Options, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
 ) -> Destination:
     return Destination(

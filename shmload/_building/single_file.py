@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -19,7 +18,6 @@ from shmload._building.keywords import require_taken_by_file
 from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
-from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.library import whole_libraries
@@ -32,16 +30,6 @@ from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
 from shmload.errors import ArgumentError, PickleUnread
 
 _METHOD = "from_single_file"
-
-
-def is_single_file(source: str | os.PathLike[str]) -> bool:
-    """Tell whether a source is a file, and not a directory or a hub id.
-
-    What a file on this machine holds is told by its content, and not by its name.
-    """
-    if is_url(source):
-        return format_named(urlsplit(str(source)).path) is not None
-    return os.path.isfile(source)
 
 
 def bring_single_file(wanted: Wanted) -> Wanted:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.formats.known import (
@@ -115,6 +116,16 @@ def why_file_is_unread(path: Path) -> CheckpointError | None:
     except CheckpointError as exc:
         return exc
     return None
+
+
+def is_single_file(source: str | os.PathLike[str]) -> bool:
+    """Tell whether a source is a file, and not a directory or a hub id.
+
+    What a file on this machine holds is told by its content, and not by its name.
+    """
+    if is_url(source):
+        return format_named(urlsplit(str(source)).path) is not None
+    return os.path.isfile(source)
 
 
 def format_with_blocks(path: str | os.PathLike[str]) -> Format | None:

@@ -21,7 +21,8 @@ from warming import TENSORS, assert_same
 
 import shmload
 from shmload._building.maker import Maker
-from shmload._building.route import Options, choose_route
+from shmload._building.options import Options
+from shmload._building.route import choose_route
 from shmload._checkpoints.hub import find_model
 from shmload._checkpoints.wanted import Hub, Wanted
 

@@ -1,0 +1,107 @@
+"""How to load: what `load_pipeline` and `load_model` are told beside what to load."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from shmload._building.keywords import QUANTISING_KEYWORDS
+from shmload._checkpoints.wanted import require_bools
+from shmload._segments.segment import Stay
+from shmload._settings import local_world_size
+from shmload.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from shmload._loading.progress import Callback
+
+CONVERTED = "converted"
+Keep = bool | Literal["converted"]
+"""Which segments stay: none, all, or those that had to be made."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How to load; each as `load_pipeline` takes it."""
+
+    device_map: object
+    max_memory: Mapping[Any, object] | None
+    max_host_memory: float | str | None
+    keep: Keep
+    share: bool | None
+    workers: int | None
+    verify: bool
+    progress: "Callback | bool | None"
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither True nor False.
+
+        Raises:
+            ArgumentError: an argument is of another type.
+        """
+        is_kept = True if self.keep == CONVERTED else self.keep
+        is_shared = False if self.share is None else self.share
+        require_bools(keep=is_kept, share=is_shared, verify=self.verify)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """All but `keep`, by name."""
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if name != "keep"}
+
+    @property
+    def devices(self) -> dict[str, Any]:
+        """What says where the weights go, by name."""
+        return {
+            "device_map": self.device_map,
+            "max_memory": self.max_memory,
+            "max_host_memory": self.max_host_memory,
+        }
+
+    @property
+    def leaves_on_host(self) -> bool:
+        """Whether all weights are to lie on the host, with no more said about how."""
+        is_plain = not (self.verify or self.tries_to_share or self.is_bounded)
+        return is_plain and self.device_map is None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether memory of the host is limited."""
+        return self.max_host_memory is not None
+
+    @property
+    def stay(self) -> Stay:
+        """How long segments stay, unless several ranks share them."""
+        return Stay.RESIDENT if self.keep else Stay.SHARED if self.share else Stay.PRIVATE
+
+    @property
+    def tries_to_share(self) -> bool:
+        """Whether one of several ranks loads, and was not told otherwise."""
+        may_share = self.share is None and not (self.keep or self.is_bounded)
+        return may_share and local_world_size() > 1
+
+    @property
+    def may_link(self) -> bool:
+        """Whether files that have the wanted dtypes get no segment, even if the others stay."""
+        return self.keep == CONVERTED
+
+
+def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
+    """Check what can be wrong with the devices whatever the source is: before a download.
+
+    Args:
+        options: how to load.
+        kwargs: for `from_pretrained`; changed.
+
+    Raises:
+        ArgumentError: a value is not valid, or two of them exclude each other.
+        DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
+    """
+    # It asks for large reads instead of page faults. The workers read so in any case.
+    kwargs.pop("disable_mmap", None)
+    if options.device_map is None and options.max_memory is not None:
+        raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
+    if options.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
+        return
+    from shmload._building.route import destination_of  # for a device map alone
+
+    # A folder counts later, if the weights are not quantised: then the library has them.
+    destination_of(options, kwargs.get("offload_folder", "")).require_present()
