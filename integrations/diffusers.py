@@ -14,10 +14,11 @@ import msgspec
 
 from shmload._building import prepared
 from shmload._building.call import noted
+from shmload._building.keys import key_of_load, own_quantisers
 from shmload._building.maker import Maker
 from shmload._building.options import Keep, Options, require_readable
 from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
-from shmload._building.remembered import key_of_load, once, own_quantisers
+from shmload._building.remembered import once
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import Source

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._building.remembered import key_of, once, stamps_of
+from shmload._building.keys import key_of, stamps_of
+from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
 from shmload.errors import ArgumentError, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shmload._building.call import noted
+from shmload._building.keys import key_of_load, own_quantisers
 from shmload._building.keywords import explained_keywords
 from shmload._building.model_maker import ModelMaker
 from shmload._building.options import Keep, Options, require_readable
-from shmload._building.remembered import key_of_load, once, own_quantisers
+from shmload._building.remembered import once
 from shmload._checkpoints.wanted import Wanted, is_publication
 from shmload._checkpoints.weights import is_single_file
 from shmload.errors import ArgumentError

@@ -1,6 +1,7 @@
 """What a user does with resident segments: pin, unpin, verify and remove them; collect garbage."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,6 +27,7 @@ from shmload._segments.standing_views import find_unsettled, settle_leftovers
 from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
 from shmload._segments.view_register import views_by_segment
+from shmload._settings import settings
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt, SegmentProtected
 
 _BLOCK_NBYTES = 1 << 20
@@ -150,6 +152,8 @@ def collect_garbage() -> list[str]:
     Returns:
         The names that were removed.
     """
+    # What earlier versions remembered of built models.
+    shutil.rmtree(settings().cache_dir / "skeletons", ignore_errors=True)
     settled = settle_leftovers()  # first: it lets segments go
     outdated = [info.name for info in segments_by_lock()[::-1] if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.

@@ -185,7 +185,7 @@ def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
 PUBLISH = """
 import contextlib, os, sys, torch, shmload
 from pathlib import Path
-from shmload._building import keeping, remembered
+from shmload._building import keeping, keys, remembered
 model = torch.nn.Linear(1000, 2500, bias=False)  # 9.5 of 16 MiB
 made_room = keeping.made_room
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def make_room_and_fill(*args, **kwargs):
     os.close(file)
 keeping.made_room = make_room_and_fill
 file = Path(sys.argv[1])
-key = remembered.key_of(file, {}, file)
+key = keys.key_of(file, {}, file)
 for publish in (
     lambda: shmload.publish(model, "linear"),
     lambda: remembered.once(key, lambda _: model, keep=True),

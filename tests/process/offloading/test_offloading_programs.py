@@ -169,7 +169,8 @@ def test_result_on_a_device_is_not_kept(offloading, saved):
         saved("stable-diffusion"),
         f"""{BEGIN}
 from pathlib import Path
-from shmload._building.remembered import key_of, once
+from shmload._building.keys import key_of
+from shmload._building.remembered import once
 def make(number, device):
     key = key_of(Path(sys.argv[1]), dict(number=number))
     return once(key, lambda _: torch.nn.Linear(2, 2).to(device), keep=True)

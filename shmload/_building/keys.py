@@ -1,0 +1,196 @@
+"""The keys of what is remembered: digests of all that a built object depends on."""
+
+import copy
+import enum
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmload._building.keywords import (
+    BYPASSING_KEYWORDS,
+    CHOOSING_KEYWORDS,
+    FINDING_KEYWORDS,
+    QUANTISING_KEYWORDS,
+)
+from shmload._building.maker import Maker
+from shmload._building.options import Options
+from shmload._checkpoints.source import Source
+from shmload._compat import is_in_mode
+from shmload._host.fingerprint import files_below, fingerprint
+from shmload._segments.names import built_name
+from shmload._segments.roots import weights_below
+from shmload._settings import settings
+from shmload._version import __version__
+
+# Increment it when objects are kept or restored in another way.
+_VERSION = 1
+_VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
+# Of a single file.
+_CONFIGS = ("config", "original_config")
+# Plain values that have the library run other code, or return something else.
+_MEANS_MORE = {"from_flax", "output_loading_info", "trust_remote_code"}
+
+
+class Key(NamedTuple):
+    """What tells an object from all others."""
+
+    name: str
+    """Of its segment."""
+    file: str
+    """A file of its weights: the segment belongs to the model of that file."""
+
+
+def key_of_load(
+    cls: type | str | None,
+    source: Source,
+    maker: Maker,
+    dtype: object,
+    options: Options,
+    kwargs: Mapping[str, Any],
+) -> Key | None:
+    """Return the key of what a load makes; None if an equal load might make something else.
+
+    Args:
+        cls: the class that was asked for, or its name; None for the source's own.
+        source: what is loaded.
+        maker: of it.
+        dtype: as given.
+        options: how it is loaded.
+        kwargs: for `from_pretrained`.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    is_quantised = not QUANTISING_KEYWORDS.isdisjoint(given)
+    # With links, files lie in no segment.
+    is_asked = is_quantised or (settings().remember and not options.may_link)
+    # diffusers chooses a configuration by a file's keys, in the hub.
+    is_chosen = source.root.is_file() and "config" not in given
+    configs = [given[name] for name in _CONFIGS if name in given]
+    if (
+        is_chosen
+        or not (is_asked and options.leaves_on_host)
+        or not all(_is_comparable(name, value) for name, value in given.items())
+        or not all(isinstance(each, str | Path) and os.path.exists(each) for each in configs)
+    ):
+        return None
+    facts = {
+        "class": [type(maker).__name__, maker.name or cls, source.class_name],
+        # Components that are left out are there as None.
+        "components": [source.components, source.shards, source.unread, sorted(kwargs)],
+        "configs": [stamps_of(Path(each)) for each in configs],
+        "folders": {name: stamps_of(each) for name, each in source.folders.items()},
+        # The models note it.
+        "given_as": [os.fspath(source.given), isinstance(source.given, str), maker.takes_path],
+        "dtype": _spelled(dtype),
+        "given": given,
+    }
+    return key_of(source.root, facts, next(iter(source.shards), None))
+
+
+def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with copies of the configurations, to which the library adds.
+
+    The next call with one would seem to ask for something else.
+    """
+    return {
+        name: copy.deepcopy(value) if name in QUANTISING_KEYWORDS else value
+        for name, value in kwargs.items()
+    }
+
+
+def _spelled(dtype: object) -> object:
+    """Return a dtype as its name, also by component: both mean the same."""
+    if isinstance(dtype, Mapping):
+        return {name: _spelled(each) for name, each in dtype.items()}
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_comparable(name: str, value: object) -> bool:
+    """Tell whether equal values of a keyword of `from_pretrained` mean the same to each load."""
+    if name in QUANTISING_KEYWORDS or name in FINDING_KEYWORDS or name in _CONFIGS:
+        return True
+    is_harmless = name not in _MEANS_MORE.union(BYPASSING_KEYWORDS, CHOOSING_KEYWORDS)
+    return is_harmless and isinstance(value, bool | int | float)
+
+
+def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -> Key | None:
+    """Return the key of an object; None if it depends on what cannot be compared.
+
+    Args:
+        root: the directory or file that it is loaded from; all files below count.
+        facts: what else counts.
+        shard: a file of its weights; None for the first one below `root`.
+    """
+    file = str(shard or next((each.path for each in weights_below(str(root))), root))
+    defaults = _defaults()
+    if defaults is None or not os.path.isfile(file):
+        return None
+    known = {
+        **facts,
+        "version": [_VERSION, __version__],
+        "source": os.path.realpath(root),
+        "files": stamps_of(root),
+        "defaults": defaults,
+        "python": [sys.version, sys.prefix, platform.machine()],
+        "packages": sorted({name for folder in sys.path for name in _distributions(folder)}),
+        "variables": sorted(each for each in os.environ.items() if each[0].startswith(_VARIABLES)),
+    }
+    try:
+        text = json.dumps(known, default=_plain, sort_keys=True)
+    except (_Unknown, TypeError, ValueError):
+        return None
+    return Key(built_name(hashlib.blake2b(text.encode()).hexdigest()), file)
+
+
+class _Unknown(Exception):
+    """A value that may mean more than it shows."""
+
+
+def stamps_of(path: Path) -> Sequence[object]:
+    """Return what changes with any change of a file, or of the files below a directory."""
+    files = files_below(path) if path.is_dir() else {str(path): fingerprint(path)}
+    return sorted(files.items())
+
+
+def _defaults() -> list[str] | None:
+    """Return torch's defaults, those of a new process if it is not imported; None under a mode."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):  # another thread imports it
+        return ["torch.float32", "True"]
+    if torch.is_inference_mode_enabled() or is_in_mode():  # a default device is such a mode
+        return None
+    return [str(torch.get_default_dtype()), str(torch.is_grad_enabled())]
+
+
+def _distributions(folder: str) -> list[str]:
+    """Return name and version of the packages in a directory of `sys.path`."""
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(".dist-info")]
+    except OSError:
+        return []
+
+
+def _plain(value: object) -> object:
+    """Return a value for JSON that is equal exactly if this one is.
+
+    Raises:
+        _Unknown: it may mean more than it shows.
+    """
+    if isinstance(value, type) and value.__module__ != "__main__":
+        return f"{value.__module__}.{value.__qualname__}"
+    torch = sys.modules.get("torch")
+    if isinstance(value, Path) or (torch and isinstance(value, torch.dtype)):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return [type(value).__name__, value.name]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__module__.partition(".")[0] in ("__main__", "builtins"):
+        raise _Unknown
+    return [f"{type(value).__module__}.{type(value).__qualname__}", vars(value)]
