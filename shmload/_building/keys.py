@@ -80,7 +80,9 @@ def key_of_load(
     facts = {
         "class": [type(maker).__name__, maker.name or cls, source.class_name],
         # Components that are left out are there as None.
-        "components": [source.components, source.shards, source.unread, sorted(kwargs)],
+        "components": [source.components, source.unread, sorted(kwargs)],
+        # An index may name some outside of the source.
+        "shards": [(str(each), fingerprint(each)) for each in source.shards],
         "configs": [stamps_of(Path(each)) for each in configs],
         "folders": {name: stamps_of(each) for name, each in source.folders.items()},
         # The models note it.
@@ -113,8 +115,10 @@ def _is_comparable(name: str, value: object) -> bool:
     """Tell whether equal values of a keyword of `from_pretrained` mean the same to each load."""
     if name in QUANTISING_KEYWORDS or name in FINDING_KEYWORDS or name in _CONFIGS:
         return True
-    is_harmless = name not in _MEANS_MORE.union(BYPASSING_KEYWORDS, CHOOSING_KEYWORDS)
-    return is_harmless and isinstance(value, bool | int | float)
+    if name in _MEANS_MORE.union(BYPASSING_KEYWORDS, CHOOSING_KEYWORDS):
+        return False
+    is_word = isinstance(value, str) and not ("/" in value or os.path.exists(value))
+    return is_word or isinstance(value, bool | int | float)
 
 
 def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -> Key | None:

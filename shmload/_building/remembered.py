@@ -106,10 +106,17 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
     if level is Level.NOTHING:
         return _Kept(level, types.SimpleNamespace())
     from shmload._building.stored import opened, restore
+    from shmload._building.structure import CannotKeepHere
 
     try:
         with opened(key.file, segment) as record:
-            return _Kept(level, restore(record))
+            kept = _Kept(level, restore(record))
+        logger.info("%s: what an earlier load has built (%s)", key.file, level.value)
+        return kept
+    except CannotKeepHere as exc:  # it holds for others
+        logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
+        forget_locals(exc, None)
+        return _Kept(Level.NOTHING, types.SimpleNamespace())
     except PublicationBroken as exc:
         # str(exc): a handler that keeps log records must not keep the traceback's mappings.
         logger.info("%s: not recalled: %s", key.file, str(exc))

@@ -19,7 +19,7 @@ from shmload._building.code import Stamp, require_same
 from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
 from shmload._building.mapped import Spans, hold_leases, map_ranges
-from shmload._building.structure import Structure, put_together
+from shmload._building.structure import CannotKeepHere, Structure, put_together
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
 from shmload._segments.segment import Segment, attach
@@ -128,13 +128,14 @@ def restore(opened: Opened) -> Any:
     """Return the object of an open record.
 
     Raises:
-        PublicationBroken: it cannot be restored here; says why.
+        PublicationBroken: it cannot be restored; says why.
+        CannotKeepHere: it cannot be restored in this process.
     """
     check = functools.partial(require_same, code=opened.code) if opened.code else None
     with whole_libraries(), paused_gc():
         try:
             thing = put_together(opened.structure, opened.storage, check)
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, CannotKeepHere):
             raise
         except Exception as exc:  # whatever a class does when it is restored
             raise PublicationBroken(opened.source, f"{type(exc).__name__}: {exc}") from exc

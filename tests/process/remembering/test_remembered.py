@@ -252,8 +252,8 @@ def test_program_that_replaces_code_builds_for_itself(saved, built, replace, mon
         scheduler = load(source).scheduler
         assert type(scheduler) is diffusers.DDIMScheduler
         assert hasattr(scheduler, "is_mine")
-    assert len(built) == 2
     assert_equal(load(source), reference(source, _BF16))
+    assert len(built) == 2
 
 
 # What is not remembered ---------------------------------------------------------------------------
