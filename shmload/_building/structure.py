@@ -17,7 +17,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from torch.utils.hooks import RemovableHandle
 
-from shmload._building import tokenizer_parts
+from shmload._building import local_functions, tokenizer_parts
 from shmload._building.mapped import modules_of
 from shmload._building.pickling import register_classes, restore_frozen_dict
 from shmload._building.weights import lines_of, models_in
@@ -176,6 +176,10 @@ class _Pickler(pickle.Pickler):
             if package in _OF_PROCESSES:
                 raise CannotKeep(f"{obj.__qualname__} is of {package}, which is another elsewhere")
             self.packages.add(package)
+        if isinstance(obj, types.FunctionType) and (inner := local_functions.take_apart(obj)):
+            return local_functions.put_together, tuple(inner)
+        if isinstance(obj, types.CellType):
+            return local_functions.make_cell, local_functions.content_of(obj)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
