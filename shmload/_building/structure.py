@@ -27,7 +27,9 @@ from shmload._compat import (
     arguments_of_capture,
     as_plain_tensors,
     make_capture,
+    make_normed,
     make_tensor_of_class,
+    norm_of,
     original_of_compiled,
     wrap_decode,
 )
@@ -196,7 +198,7 @@ class _Pickler(pickle.Pickler):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_meta:
-            raise CannotKeep("a tensor without bytes")
+            return _make_empty_normed, _sizes_of_norm(tensor)
         if tensor.grad_fn is not None:
             raise CannotKeep("a tensor that was computed with gradients: detach it")
         attributes = {k: v for k, v in vars(tensor).items() if k != "_backward_hooks" or v}
@@ -262,6 +264,37 @@ def _wrap(
         made.requires_grad_()
     vars(made).update(attributes)
     return made
+
+
+def _sizes_of_norm(
+    tensor: torch.Tensor,
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
+    """Return of what `torch.nn.utils.weight_norm` has made a tensor without bytes.
+
+    A layer has such a tensor until it is first called, which computes it of two parameters.
+
+    Raises:
+        CannotKeep: it has not made the tensor.
+    """
+    norm = norm_of(tensor)
+    if norm is None or vars(tensor):
+        raise CannotKeep("a tensor without bytes")
+    *parameters, dim = norm
+    if any((each.dtype, each.is_meta) != (tensor.dtype, True) for each in parameters):
+        raise CannotKeep("a normed weight of other parameters")
+    direction, magnitudes = (tuple(each.shape) for each in parameters)
+    return tensor.dtype, direction, magnitudes, dim
+
+
+def _make_empty_normed(
+    dtype: torch.dtype, direction: tuple[int, ...], magnitudes: tuple[int, ...], dim: int
+) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        one, other = (
+            torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+            for size in (direction, magnitudes)
+        )
+        return make_normed(one, other, dim)
 
 
 def _unflatten(
