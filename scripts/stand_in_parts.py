@@ -24,7 +24,7 @@ def replace_the_hub(folder: Path) -> None:
     """In this child, replace what tests fetch; files that parts need go into `folder`."""
     import diffusers
     import transformers
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.feature_extraction_utils import FeatureExtractionMixin
     from transformers.processing_utils import ProcessorMixin
 
@@ -52,7 +52,7 @@ def replace_the_hub(folder: Path) -> None:
         (ProcessorMixin, _or_local(ProcessorMixin, processor)),
         (diffusers.UNet2DModel, _or_local(diffusers.UNet2DModel, _unet)),
         (PreTrainedModel, classmethod(model)),
-        (PreTrainedConfig, classmethod(lambda cls, *args, **kwargs: _config(cls))),
+        (PretrainedConfig, classmethod(lambda cls, *args, **kwargs: _config(cls))),
         (transformers.AutoConfig, config),
         (transformers.AutoTokenizer, lambda source, **kwargs: _tokenizer(str(source))),
     ):

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from shmload._building.structure import CannotKeep, CannotKeepHere
+from shmload._building.tensor_parts import CannotKeep, CannotKeepHere
 from shmload._host.fingerprint import files_below, fingerprint
 
 # These are libraries also where they are installed editable; all their files count then.

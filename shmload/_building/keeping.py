@@ -15,8 +15,10 @@ import torch
 
 from shmload._building.code import code_of
 from shmload._building.mapped import Spans, map_ranges
+from shmload._building.regions import Region
 from shmload._building.stored import STRUCTURE, Place, Record, storage_over
-from shmload._building.structure import CannotKeep, Region, put_together, take_apart
+from shmload._building.structure import put_together, take_apart
+from shmload._building.tensor_parts import CannotKeep
 from shmload._building.writing import content_of, fill, plan
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES

@@ -106,7 +106,7 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
     if level is Level.NOTHING:
         return _Kept(level, types.SimpleNamespace())
     from shmload._building.stored import opened, restore
-    from shmload._building.structure import CannotKeepHere
+    from shmload._building.tensor_parts import CannotKeepHere
 
     try:
         with opened(key.file, segment) as record:
@@ -135,7 +135,7 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     """
     # Not at the top: they import torch and the libraries, and `make` imports them while it decodes.
     from shmload._building.keeping import keep_nothing, store, why_not_kept
-    from shmload._building.structure import CannotKeepHere
+    from shmload._building.tensor_parts import CannotKeepHere
     from shmload._building.weights import models_in
 
     models = models_in(made)
@@ -175,7 +175,7 @@ def _require_lasting(models: Models, before: "torch.Tensor | None") -> None:
     import torch
 
     from shmload._building.mapped import Spans
-    from shmload._building.structure import CannotKeep
+    from shmload._building.tensor_parts import CannotKeep
     from shmload._segments.listing import names_by_inode
 
     parameters = [each for model in models.values() for each in model.parameters()]

@@ -10,7 +10,7 @@ import importlib
 import io
 import pickle
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,22 +20,21 @@ from diffusers.configuration_utils import FrozenDict
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from shmload._building import tokenizer_parts
+from shmload._building import local_functions, tensor_parts, tokenizer_parts
 from shmload._building.mapped import modules_of
+from shmload._building.regions import Region, Spot, merge
+from shmload._building.tensor_parts import CannotKeep
 from shmload._building.weights import models_in
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
     arguments_of_capture,
-    as_plain_tensors,
     define_apply,
     make_capture,
-    make_tensor_of_class,
     original_of_compiled,
     wrap_decode,
 )
 
-_Spot = tuple[int, int]
 _StorageOf = Callable[[int], torch.UntypedStorage]
 # The program itself, and the libraries' packages of code that repositories bring.
 _OF_PROCESSES = {"__main__", "__mp_main__", "diffusers_modules", "transformers_modules"}
@@ -48,30 +47,12 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
 
     pickled: bytes
     """The pickle; a persistent id is an index into `places`."""
-    places: list[_Spot]
+    places: list[Spot]
     """Of each tensor: its region, and where it begins there, in bytes."""
     packages: dict[str, str]
     """The versions of the packages whose classes are pickled."""
     hooks: int
     """The number that torch gives to the next hook, at least."""
-
-
-class Region(NamedTuple):
-    """Memory that one tensor has, or several that share it."""
-
-    address: int
-    nbytes: int
-    """In bytes."""
-    dtype: torch.dtype
-    """Of the first tensor in it; of bytes if they differ."""
-
-
-class CannotKeep(Exception):
-    """Raised with the path of what cannot be kept, and why."""
-
-
-class CannotKeepHere(CannotKeep):
-    """Raised for what is so in this process alone, or at this time."""
 
 
 class Apart(NamedTuple):
@@ -102,7 +83,7 @@ def take_apart(thing: Any) -> Apart:
     except Exception as exc:
         path, reason = _find_culprit(thing, exc)
         raise CannotKeep(f"{path}: {reason}" if path else reason) from exc
-    regions, places = _merge(pickler.tensors)
+    regions, places = merge(pickler.tensors)
     for tensor, (_, offset) in zip(pickler.tensors, places, strict=True):
         if offset % tensor.itemsize:
             raise CannotKeep("tensors of several dtypes that overlap by parts of an element")
@@ -178,11 +159,16 @@ class _Pickler(pickle.Pickler):
             if package in _OF_PROCESSES:
                 raise CannotKeep(f"{obj.__qualname__} is of {package}, which is another elsewhere")
             self.packages.add(package)
+        if isinstance(obj, types.FunctionType) and (inner := local_functions.take_apart(obj)):
+            return local_functions.put_together, tuple(inner)
+        if isinstance(obj, types.CellType):
+            return local_functions.make_cell, local_functions.content_of(obj)
+        if isinstance(obj, type | types.FunctionType):
             self.code.add(obj)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return _restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
-            return self._reduce_tensor(obj)
+            return tensor_parts.take_apart(obj, self._keep)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
             raise CannotKeep(f"a tokenizer with its own {', '.join(vars(obj))}")
         if type(obj) is tokenizers.Tokenizer and (parts := tokenizer_parts.take_apart(obj)):
@@ -193,36 +179,9 @@ class _Pickler(pickle.Pickler):
             return _same, (original,)
         return NotImplemented
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.is_meta:
-            raise CannotKeep("a tensor without bytes")
-        if tensor.grad_fn is not None:
-            raise CannotKeep("a tensor that was computed with gradients: detach it")
-        attributes = {k: v for k, v in vars(tensor).items() if k != "_backward_hooks" or v}
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:
-            names, context = flatten()
-            inner = {name: getattr(tensor, name) for name in names}
-            own = {k: v for k, v in attributes.items() if k not in inner}
-            kind = type(tensor)
-            size = tuple(tensor.size()), tuple(tensor.stride()), tensor.requires_grad
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            return _unflatten, (kind, inner, context, *size, is_parameter, own)
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_quantized
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            raise CannotKeep(
-                f"a {tensor.layout} tensor of {tensor.dtype}, or one that stands for a negative or "
-                "conjugate of another"
-            )
-        with as_plain_tensors():
-            self.tensors.append(tensor.detach().cpu())
-        made = tensor.dtype, tuple(tensor.shape), tuple(self.tensors[-1].stride())
-        content = _Bytes(len(self.tensors) - 1)
-        return _wrap, (type(tensor), content, *made, tensor.requires_grad, attributes)
+    def _keep(self, tensor: torch.Tensor) -> _Bytes:
+        self.tensors.append(tensor)
+        return _Bytes(len(self.tensors) - 1)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -241,50 +200,6 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> "tuple[torch.UntypedStorage, int] | None":
         region, offset = self._places[pid]
         return None if region < 0 else (self._storage_of(region), offset)
-
-
-def _wrap(
-    kind: type[torch.Tensor],
-    content: tuple[torch.UntypedStorage, int] | None,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    attributes: dict[str, Any],
-) -> torch.Tensor:
-    # Whatever the program's default device is.
-    made = torch.empty(0, dtype=dtype, device="cpu")
-    if content is None:
-        made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    else:
-        storage, offset = content
-        made.set_(storage, offset // dtype.itemsize, shape, stride)
-    if kind is torch.nn.Parameter:
-        made = torch.nn.Parameter(made, requires_grad=requires_grad)
-    elif kind is not torch.Tensor:
-        made = make_tensor_of_class(kind, made, requires_grad)
-    elif requires_grad:
-        made.requires_grad_()
-    vars(made).update(attributes)
-    return made
-
-
-def _unflatten(
-    kind: Any,
-    inner: dict[str, torch.Tensor],
-    context: Any,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    is_parameter: bool,
-    attributes: dict[str, Any],
-) -> torch.Tensor:
-    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
-    if is_parameter and not isinstance(made, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=requires_grad)
-    made.requires_grad_(requires_grad)
-    vars(made).update(attributes)
-    return made
 
 
 def _bind(function: Any, owner: Any) -> types.MethodType:
@@ -324,37 +239,6 @@ def register_classes(modules: Iterable[torch.nn.Module]) -> None:
             PreTrainedModel.__init__(unused, copy.deepcopy(module.config))
     if known:
         define_apply()
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-
-def _merge(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[_Spot]]:
-    """Return the regions of some tensors, and the place of each tensor."""
-    spans = sorted(
-        (tensor.data_ptr(), _extent_of(tensor), number)
-        for number, tensor in enumerate(tensors)
-        if tensor.numel()
-    )
-    regions: list[Region] = []
-    places = [(-1, 0)] * len(tensors)
-    for address, nbytes, number in spans:
-        dtype = tensors[number].dtype
-        last = regions[-1] if regions else None
-        if last is None or address >= last.address + last.nbytes:
-            regions.append(Region(address, nbytes, dtype))
-        else:
-            joined = max(last.nbytes, address + nbytes - last.address)
-            is_one = dtype == last.dtype and (address - last.address) % dtype.itemsize == 0
-            regions[-1] = Region(last.address, joined, dtype if is_one else torch.uint8)
-        places[number] = len(regions) - 1, address - regions[-1].address
-    return regions, places
-
-
-def _extent_of(tensor: torch.Tensor) -> int:
-    """Return how many bytes lie from a tensor's first element to behind its last."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
 
 
 # What cannot be kept ------------------------------------------------------------------------------

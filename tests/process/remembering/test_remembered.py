@@ -16,7 +16,7 @@ from pipelines import FAMILIES
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._building import code, keeping, remembered, structure, tokenizer_parts
+from shmload._building import code, keeping, remembered, tensor_parts, tokenizer_parts
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -67,7 +67,7 @@ def test_where_not_all_can_be_kept_the_models_are(saved, built, family, monkeypa
 
 def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
     def fail(_):
-        raise structure.CannotKeep("for no reason")
+        raise tensor_parts.CannotKeep("for no reason")
 
     monkeypatch.setattr(keeping, "take_apart", fail)
     source = saved("stable-diffusion")
