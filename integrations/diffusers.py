@@ -126,9 +126,10 @@ def load_pipeline(
             in bytes or as `512MiB`. All weights must go to accelerators.
         components: load only these of the components with weights; the others are None. Components
             without weights, such as tokenizers, are always loaded.
-        keep: leave the segments resident for the next process; with True also weights that the
-            library makes while it loads. `converted`: only segments that had to be made; local
-            files that have the wanted dtypes are mapped themselves, as with False. False: new
+        keep: leave the segments resident for the next process; with True also what this call has
+            built of them, which later calls get, with or without `keep`. `converted`: only segments
+            that had to be made; local files that have the wanted dtypes are mapped themselves, as
+            with False. False: new
             segments belong to this pipeline and go with its last tensor; segments that were
             resident stay, and so do those that a running service decodes; weights that all go to
             accelerators pass through a ring instead of segments.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._building.keys import key_of, stamps_of
+from shmload._building.keys import Incomparable, key_of, stamps_of
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
 from shmload.errors import ArgumentError, SourceNotFound
@@ -36,7 +36,7 @@ def mix(
 ) -> Any:
     """Load a pipeline, and fuse LoRAs into it; later processes attach the result.
 
-    The first call has diffusers load and fuse them, and publishes what changed. The result is that
+    The first call has diffusers load and fuse them, and keeps what changed. The result is that
     of `load_lora_weights` and `fuse_lora(lora_scale=SCALE)`; of several LoRAs that of
     `set_adapters(names, scales)` and `fuse_lora()`. Then the adapters are unloaded. It may be
     evicted to make room, and is made again.
@@ -70,9 +70,12 @@ def mix(
         "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
         "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
     }
-    key = key_of(_local(source), facts)
-    if key is None:
-        raise ArgumentError("mix() takes names, numbers and classes as arguments, no objects")
+    try:
+        key = key_of(_local(source), facts)
+    except Incomparable as exc:
+        raise ArgumentError(
+            "mix() takes names, numbers and classes as arguments, no objects"
+        ) from exc
     load = functools.partial(load_pipeline, source, dtype=dtype, keep=True, **load_kwargs)
 
     def make(models: Mapping[str, Any]) -> Any:

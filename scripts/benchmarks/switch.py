@@ -100,7 +100,7 @@ def measure_attach(bench: Bench, size: str = _SIZES[0]) -> list[Figure]:
     return [
         Figure(
             name=f"attach-published{_mark(size)}",
-            what=f"{_said(size)}attach a published pipeline: time, of its base with a skeleton",
+            what=f"{_said(size)}attach a published pipeline: time, of its base",
             sample=calls["published"] / calls["base"],
             at_most=1.3,
             beside=calls,

@@ -19,6 +19,7 @@ from shmload._building.keywords import (
 )
 from shmload._building.maker import Maker
 from shmload._building.options import Options
+from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
 from shmload._host.fingerprint import files_below, fingerprint
@@ -82,7 +83,7 @@ def key_of_load(
         # Components that are left out are there as None.
         "components": [source.components, source.unread, sorted(kwargs)],
         # An index may name some outside of the source.
-        "shards": [(str(each), fingerprint(each)) for each in source.shards],
+        "shards": list(map(stamps_of, source.shards)),
         "configs": [stamps_of(Path(each)) for each in configs],
         "folders": {name: stamps_of(each) for name, each in source.folders.items()},
         # The models note it.
@@ -90,7 +91,10 @@ def key_of_load(
         "dtype": _spelled(dtype),
         "given": given,
     }
-    return key_of(source.root, facts, next(iter(source.shards), None))
+    try:
+        return key_of(source.root, facts, next(iter(source.shards), None))
+    except Incomparable:
+        return None
 
 
 def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,14 +126,17 @@ def _is_comparable(name: str, value: object) -> bool:
 
 
 def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -> Key | None:
-    """Return the key of an object; None if it depends on what cannot be compared.
+    """Return the key of an object; None if in this process the libraries may make another one.
 
     Args:
         root: the directory or file that it is loaded from; all files below count.
         facts: what else counts.
         shard: a file of its weights; None for the first one below `root`.
+
+    Raises:
+        Incomparable: a fact may mean more than it shows.
     """
-    file = str(shard or next((each.path for each in weights_below(str(root))), root))
+    file = os.path.abspath(shard or next((each.path for each in weights_below(str(root))), root))
     defaults = _defaults()
     if defaults is None or not os.path.isfile(file):
         return None
@@ -145,18 +152,25 @@ def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -
     }
     try:
         text = json.dumps(known, default=_plain, sort_keys=True)
-    except (_Unknown, TypeError, ValueError):
-        return None
+    except (TypeError, ValueError) as exc:
+        raise Incomparable(str(exc)) from exc
     return Key(built_name(hashlib.blake2b(text.encode()).hexdigest()), file)
 
 
-class _Unknown(Exception):
-    """A value that may mean more than it shows."""
+class Incomparable(Exception):
+    """Raised for a value that may mean more than it shows."""
 
 
 def stamps_of(path: Path) -> Sequence[object]:
-    """Return what changes with any change of a file, or of the files below a directory."""
+    """Return what changes with any change of a file, or of the files below a directory.
+
+    Each load sets the times of files that point to objects in a bucket; a change replaces them.
+    """
     files = files_below(path) if path.is_dir() else {str(path): fingerprint(path)}
+    if mirrors_folder() in path.parents:
+        return sorted(
+            (name, found and (*found.place, found.nbytes)) for name, found in files.items()
+        )
     return sorted(files.items())
 
 
@@ -182,7 +196,7 @@ def _plain(value: object) -> object:
     """Return a value for JSON that is equal exactly if this one is.
 
     Raises:
-        _Unknown: it may mean more than it shows.
+        Incomparable: it may mean more than it shows.
     """
     if isinstance(value, type) and value.__module__ != "__main__":
         return f"{value.__module__}.{value.__qualname__}"
@@ -196,5 +210,5 @@ def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     if type(value).__module__.partition(".")[0] in ("__main__", "builtins"):
-        raise _Unknown
+        raise Incomparable
     return [f"{type(value).__module__}.{type(value).__qualname__}", vars(value)]

@@ -118,8 +118,7 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         forget_locals(exc, None)
         return _Kept(Level.NOTHING, types.SimpleNamespace())
     except PublicationBroken as exc:
-        # str(exc): a handler that keeps log records must not keep the traceback's mappings.
-        logger.info("%s: not recalled: %s", key.file, str(exc))
+        logger.info("%s: not recalled: %s", key.file, exc.reason)
         forget_locals(exc, None)
         return None
 

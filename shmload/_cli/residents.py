@@ -159,14 +159,14 @@ def remove_command(
     busy: SegmentBusy | None = None
     if dry_run:
         views = views_by_segment()
-        sources = {info.source for info in chosen if not info.is_leased}
+        going = {info.needs_as for info in chosen if not info.is_leased}
         removed = [
             info
             for info in chosen
-            if not info.is_leased and info.name not in views and sources.issuperset(info.needed_by)
+            if not info.is_leased and info.name not in views and going.issuperset(info.needed_by)
         ]
-        going = {info.name for info in removed}
-        stays = [info.name for info in chosen if info.name not in going]
+        gone = {info.name for info in removed}
+        stays = [info.name for info in chosen if info.name not in gone]
     else:
         try:
             removed = evict_segments(chosen)

@@ -185,24 +185,24 @@ def choose_victims(
 def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
     """Return the segments that may be evicted to make room, in the order in which they should go.
 
-    That is the least recently used first. What a publication needs is used when that is, and goes
-    after it.
+    That is the least recently used first. What a publication or a built object needs is used when
+    that is, and goes after it.
 
     Args:
         found: all segments.
     """
-    # A publication is made after what it needs: from the last to the first.
+    # Who needs a segment is made after it: from the last to the first.
     from_last = sorted(found, key=lambda info: info.created_at, reverse=True)
     last_use: dict[str, float] = {}
     for info in from_last:
         users = (last_use.get(each, 0.0) for each in info.needed_by)
-        last_use[info.source] = last_use[info.name] = max([info.used_at, *users])
+        last_use[info.needs_as] = last_use[info.name] = max([info.used_at, *users])
     going: list[SegmentInfo] = []
     gone: set[str] = set()
     for info in sorted(from_last, key=lambda info: (last_use[info.name], len(info.needed_by))):
         if not (info.is_leased or info.is_pinned) and gone.issuperset(info.needed_by):
             going.append(info)
-            gone.add(info.source)
+            gone.add(info.needs_as)
     return going
 
 

@@ -49,6 +49,11 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
     the ids of their segments."""
 
     @property
+    def needs_as(self) -> str:
+        """How `needed_by` of what it needs calls it: by its source if it is a publication."""
+        return self.source if is_publication(self.source) else short_id(self.name)
+
+    @property
     def is_due(self) -> bool:
         """Whether its last use is as long ago as it is to stay."""
         return 0 < self.keep_for_s <= time.time() - self.used_at
@@ -143,8 +148,7 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
     needing: dict[str, tuple[str, ...]] = {}
     for info, _ in found:
         for name in info.needs:
-            called = info.source if is_publication(info.source) else short_id(info.name)
-            needing[name] = (*needing.get(name, ()), called)
+            needing[name] = (*needing.get(name, ()), info.needs_as)
     if needing:
         found = [
             (msgspec.structs.replace(info, needed_by=needing.get(info.name, ())), inode)

@@ -14,6 +14,6 @@ calls of such programs from it, and then do as it does.
 Guarantee: a program sees what it would see under `python`, but for what docs/run.md lists. Where
 that is in doubt, the caller becomes an ordinary Python. May import `errors`, `_wording`, and of
 `_host` what imports next to nothing (`fingerprint`, `own_folder`, `variables`), and in a template
-what reads how much memory there is (`idleness`, `procfs`): it is hidden as all that a template
+what reads how much memory there is (`procfs`): it is hidden as all that a template
 imports. It names `integrations` as something to import in a template, or for `--redirect`.
 """

@@ -258,6 +258,7 @@ class PublicationBroken(SegmentError):
     """
 
     def __init__(self, source: str, reason: str) -> None:
+        self.reason = reason
         super().__init__(
             f"{source} cannot be loaded: {reason}; publish it again, in an environment like this"
         )

@@ -14,7 +14,7 @@ from warming import CHILD, NBYTES, begun
 
 import shmload
 
-# Do not import Ray here: it adds packages to the path, and skeletons depend on the path.
+# Do not import Ray here: it adds packages to the path, and what is remembered depends on the path.
 if not importlib.util.find_spec("ray"):
     pytest.skip("there is no Ray", allow_module_level=True)
 pytestmark = [

@@ -1,6 +1,7 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -426,6 +427,35 @@ def test_segment_that_is_needed_stays(saved):
     assert len(base.needed_by) == 1
     with pytest.raises(shmload.SegmentBusy):
         shmload.evict(base.name)
+
+
+def test_idle_models_make_room_for_others(saved, configure):
+    configure(budget="700KiB")  # the one has 560 KiB
+    load(saved("stable-diffusion"))
+    gc.collect()
+    load(saved("wan"))
+    assert {info.source.split("/")[-3].rstrip("0123456789") for info in shmload.segments()} == {
+        "wan"
+    }
+
+
+def test_dry_run_says_what_goes(saved, command):
+    source = saved("stable-diffusion")
+    load(source)
+    gc.collect()
+    assert "would remove 5 segments" in command("rm", "--dry-run", source)[1]
+    assert command("rm", source)[0] == 0
+    assert not shmload.segments()
+
+
+def test_source_may_be_given_by_a_relative_path(saved, built, monkeypatch):
+    source = saved("stable-diffusion")
+    monkeypatch.chdir(source.parent)
+    for _ in range(2):
+        assert_equal(load(source.name), reference(source.name, _BF16))
+    assert len(built) == 1
+    assert {os.path.isabs(info.source) for info in shmload.segments()} == {True}
+    assert len(shmload.models()) == 1
 
 
 def test_of_changed_files_it_is_garbage(copied):
