@@ -214,7 +214,13 @@ def load_pipeline(
         return load(found, maker, dtype, options, own, title=wanted.title)
 
     key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)
-    pipe = once(key, build, keep=bool(options.keep), meanwhile=lambda: maker.import_classes(found))
+    pipe = once(
+        key,
+        build,
+        keep=bool(options.keep),
+        meanwhile=lambda: maker.import_classes(found),
+        on_recall=options.tell_recalled,
+    )
     prepared.note(request, imported)
     return pipe
 

@@ -66,6 +66,7 @@ def mix(
             [os.path.realpath(path), stamps_of(path), scale, given]
             for path, scale, given in adapters
         ],
+        "given_as": os.fspath(source),
         # A dtype and its name mean the same.
         "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
         "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},

@@ -133,8 +133,13 @@ def load_model(
             return load(found, maker, dtype, options, own, title=wanted.title)
 
         key = key_of_load(cls, found, maker, dtype, options, kwargs)
-        keep = bool(options.keep)
-        return once(key, build, keep=keep, meanwhile=lambda: maker.import_classes(found))
+        return once(
+            key,
+            build,
+            keep=bool(options.keep),
+            meanwhile=lambda: maker.import_classes(found),
+            on_recall=options.tell_recalled,
+        )
 
 
 def _name_of(cls: type | str) -> str:

@@ -62,7 +62,9 @@ def noted(load: _Load) -> _Load:
 
 def _note(made: Any, load: Callable[..., Any], given: Mapping[str, Any]) -> None:
     # A pipeline's configuration names its components; a model has none.
-    parts = vars(made).keys() & getattr(made, "config", ()) if hasattr(type(made), "components") else ()
+    parts = (
+        vars(made).keys() & getattr(made, "config", ()) if hasattr(type(made), "components") else ()
+    )
     passed = tuple(name for name in parts if given.get(name) is not None)
     kept = {k: v for k, v in given.items() if k not in _LEFT_OUT and k not in passed}
     _calls[id(made)] = Call(load, kept, passed)

@@ -5,6 +5,7 @@ bases, come from the files that they came from, and have the constructors of the
 """
 
 import functools
+import hashlib
 import os
 import site
 import sys
@@ -25,6 +26,11 @@ _LIBRARIES = {
 _OWN = "shmload"  # of which an object names only what restores it
 _OF_PYTHON = ("stdlib", "platstdlib", "purelib", "platlib")
 _GENERATED = "<string>"  # the file of the constructors that dataclasses get
+# What makes an object: none of it runs where the object is restored.
+_MAKERS = (
+    "__init__", "__new__", "_from_config", "from_config", "from_pretrained", "from_single_file",
+    "register_modules",
+)  # fmt: skip
 _STARTED_AT_FIELD = 19
 """Of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
 _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
@@ -87,15 +93,20 @@ def _bases(thing: Any) -> Iterable[Any]:
 
 
 def _require_own(kind: type, package: str, folders: tuple[str, ...]) -> None:
-    """Check that a class has a library's constructor, and is what its package has by its name."""
+    """Check that a library's code makes a class, which is what its package has by its name."""
     named = vars(sys.modules.get(package, object)).get(kind.__name__)
-    if isinstance(named, type) and named.__module__.partition(".")[0] != package:
-        raise CannotKeepHere(f"{package}.{kind.__name__} was replaced")
-    made_by = vars(kind).get("__init__")
-    if isinstance(made_by, types.FunctionType):
-        path = made_by.__code__.co_filename
-        if path != _GENERATED and not path.startswith(folders):
-            raise CannotKeepHere(f"{kind.__qualname__}.__init__ was replaced")
+    if isinstance(named, type) and named is not kind:
+        is_other = named.__module__.partition(".")[0] != package or named.__name__ != kind.__name__
+        if is_other:
+            raise CannotKeepHere(f"{package}.{kind.__name__} was replaced")
+    for name in _MAKERS:
+        made_by = vars(kind).get(name)
+        function = getattr(made_by, "__func__", made_by)  # of a class or static method
+        if isinstance(function, types.FunctionType):
+            path = function.__code__.co_filename
+            is_generated = path == _GENERATED and "__dataclass_fields__" in vars(kind)
+            if not (is_generated or path.startswith(folders)):
+                raise CannotKeepHere(f"{kind.__qualname__}.{name} was replaced")
 
 
 @functools.cache
@@ -129,10 +140,11 @@ def _stamp_of(path: str) -> Stamp:
 
 
 def _stamp_of_all(folder: str) -> Stamp:
-    """Return one stamp of all files of Python below a folder: sums, and the latest time."""
-    names = [name for name in files_below(folder) if name.endswith(".py")]
-    nbytes, inodes, mtimes = zip(*map(_stamp_of, names), strict=True)
-    return sum(nbytes), sum(inodes), max(mtimes)
+    """Return one stamp of all code below a folder: size, a number of all of it, the last time."""
+    names = [name for name in files_below(folder) if name.endswith((".py", ".so"))]
+    stamps = list(map(_stamp_of, names))
+    digest = hashlib.blake2b(repr([names, stamps]).encode(), digest_size=7).digest()
+    return sum(each[0] for each in stamps), int.from_bytes(digest), max(each[2] for each in stamps)
 
 
 def _process_began_ns() -> int:

@@ -1,6 +1,7 @@
 """The keys of what is remembered: digests of all that a built object depends on."""
 
 import copy
+import dataclasses
 import enum
 import hashlib
 import json
@@ -30,11 +31,14 @@ from shmload._version import __version__
 
 # Increment it when objects are kept or restored in another way.
 _VERSION = 1
+_LIBRARIES = ("diffusers", "transformers")
 _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
 # Of a single file.
 _CONFIGS = ("config", "original_config")
 # Plain values that have the library run other code, or return something else.
-_MEANS_MORE = {"from_flax", "output_loading_info", "trust_remote_code"}
+_MEANS_MORE = {
+    "from_flax", "ignore_mismatched_sizes", "output_loading_info", "trust_remote_code",
+}  # fmt: skip
 
 
 class Key(NamedTuple):
@@ -44,6 +48,14 @@ class Key(NamedTuple):
     """Of its segment."""
     file: str
     """A file of its weights: the segment belongs to the model of that file."""
+    root: Path
+    """The directory or file that it is loaded from."""
+    files: str
+    """A digest of the files below."""
+
+    def holds(self) -> bool:
+        """Tell whether the files below the root are still the same."""
+        return _files_of(self.root) == self.files
 
 
 def key_of_load(
@@ -71,9 +83,13 @@ def key_of_load(
     # diffusers chooses a configuration by a file's keys, in the hub.
     is_chosen = source.root.is_file() and "config" not in given
     configs = [given[name] for name in _CONFIGS if name in given]
+    # An adapter names its base model, whose files lie elsewhere.
+    adapter = source.root / str(given.get("subfolder", "")) / "adapter_config.json"
     if (
         is_chosen
         or not (is_asked and options.leaves_on_host)
+        or not _is_of_library(cls)
+        or adapter.exists()
         or not all(_is_comparable(name, value) for name, value in given.items())
         or not all(isinstance(each, str | Path) and os.path.exists(each) for each in configs)
     ):
@@ -108,6 +124,12 @@ def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_of_library(cls: type | str | None) -> bool:
+    """Tell whether a class is a library's: code of another one may run around a load."""
+    module = cls.__module__ if isinstance(cls, type) else (cls or "").rpartition(".")[0]
+    return not module or module.partition(".")[0] in _LIBRARIES
+
+
 def _spelled(dtype: object) -> object:
     """Return a dtype as its name, also by component: both mean the same."""
     if isinstance(dtype, Mapping):
@@ -140,11 +162,11 @@ def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -
     defaults = _defaults()
     if defaults is None or not os.path.isfile(file):
         return None
+    files = _files_of(root)
     known = {
         **facts,
         "version": [_VERSION, __version__],
-        "source": os.path.realpath(root),
-        "files": stamps_of(root),
+        "files": files,
         "defaults": defaults,
         "python": [sys.version, sys.prefix, platform.machine()],
         "packages": sorted({name for folder in sys.path for name in _distributions(folder)}),
@@ -154,7 +176,15 @@ def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -
         text = json.dumps(known, default=_plain, sort_keys=True)
     except (TypeError, ValueError) as exc:
         raise Incomparable(str(exc)) from exc
-    return Key(built_name(hashlib.blake2b(text.encode()).hexdigest()), file)
+    return Key(built_name(_digest(text)), file, root, files)
+
+
+def _files_of(root: Path) -> str:
+    return _digest(repr([os.path.realpath(root), stamps_of(root)]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogateescape")).hexdigest()
 
 
 class Incomparable(Exception):
@@ -209,6 +239,9 @@ def _plain(value: object) -> object:
         return sorted(map(repr, value))
     if isinstance(value, Mapping):
         return dict(value)
-    if type(value).__module__.partition(".")[0] in ("__main__", "builtins"):
-        raise Incomparable
+    # A configuration of a quantiser; a model, or a function with arguments, shows less than it is.
+    package = type(value).__module__.partition(".")[0]
+    is_told = hasattr(value, "to_dict") or package in _LIBRARIES or dataclasses.is_dataclass(value)
+    if not is_told or package == "__main__" or (torch and isinstance(value, torch.nn.Module)):
+        raise Incomparable(f"a {type(value).__name__}")
     return [f"{type(value).__module__}.{type(value).__qualname__}", vars(value)]

@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     progress: "Callback | bool | None"
 
     def __post_init__(self) -> None:
-        """Refuse what is neither True nor False.
+        """Refuse what is neither True nor False, and no number of workers.
 
         Raises:
             ArgumentError: an argument is of another type.
@@ -40,6 +40,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         is_kept = True if self.keep == CONVERTED else self.keep
         is_shared = False if self.share is None else self.share
         require_bools(keep=is_kept, share=is_shared, verify=self.verify)
+        if self.workers is not None and self.workers < 1:
+            raise ArgumentError(f"workers is {self.workers}; it must be 1 or more, or None")
+
+    def tell_recalled(self, nbytes: int) -> None:
+        """Tell a function that shows progress that all is there, in bytes."""
+        if callable(self.progress):
+            self.progress(nbytes, nbytes)
 
     @property
     def others(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import contextlib
 import enum
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +49,24 @@ class Level(enum.Enum):
     NOTHING = "nothing"
 
 
-def once(key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], object] = bool) -> Any:
+class _Making(threading.local):
+    """What a thread makes now: a function that it calls meanwhile may load the same."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+
+_making = _Making()
+
+
+def once(
+    key: Key | None,
+    make: Make,
+    *,
+    keep: bool,
+    meanwhile: Callable[[], object] = bool,
+    on_recall: Callable[[int], object] = bool,
+) -> Any:
     """Return what is remembered; otherwise make it, and remember it if it is to be kept.
 
     Args:
@@ -56,15 +74,20 @@ def once(key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], obj
         make: makes it.
         keep: remember it, and wait for a process that makes it now, up to `SHMLOAD_WAIT_TIMEOUT_S`.
         meanwhile: done before that wait, such as imports.
+        on_recall: called with the size of the segments that a whole object was recalled from, in
+            bytes.
     """
-    if key is None:
+    if key is None or key.name in _making.names:
         return make({})
     with contextlib.ExitStack() as closing:
         found = _open(key, meanwhile, keep=keep)
         closing.enter_context(found or contextlib.nullcontext())
         if isinstance(found, Segment):
             if kept := _recall(found, key):
-                return kept.thing if kept.level is Level.WHOLE else make(vars(kept.thing))
+                if kept.level is not Level.WHOLE:
+                    return make(vars(kept.thing))
+                on_recall(kept.nbytes)
+                return kept.thing
             if not keep:
                 return make({})
             found.close()
@@ -74,7 +97,12 @@ def once(key: Key | None, make: Make, *, keep: bool, meanwhile: Callable[[], obj
         if not isinstance(found, Part):  # another process still uses what does not hold any more
             return make({})
         before = _random_state()
-        return _keep(found, key, make({}), before)
+        _making.names.add(key.name)
+        try:
+            made = make({})
+        finally:
+            _making.names.discard(key.name)
+        return _keep(found, key, made, before)
 
 
 def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment | Part | None:
@@ -98,6 +126,8 @@ class _Kept(NamedTuple):
     level: Level
     thing: Any
     """The object, or a namespace of its models."""
+    nbytes: int = 0
+    """Of its segments."""
 
 
 def _recall(segment: Segment, key: Key) -> _Kept | None:
@@ -110,7 +140,8 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
 
     try:
         with opened(key.file, segment) as record:
-            kept = _Kept(level, restore(record))
+            nbytes = sum(each.nbytes for each in record.segments)
+            kept = _Kept(level, restore(record), nbytes)
         logger.info("%s: what an earlier load has built (%s)", key.file, level.value)
         return kept
     except CannotKeepHere as exc:  # it holds for others
@@ -133,6 +164,7 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
         before: the state of torch's generator before it was made; None for that of a new process.
     """
     # Not at the top: they import torch and the libraries, and `make` imports them while it decodes.
+    from shmload._building.code import code_of
     from shmload._building.keeping import keep_nothing, store, why_not_kept
     from shmload._building.tensor_parts import CannotKeepHere
     from shmload._building.weights import models_in
@@ -146,6 +178,10 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
         says = f"{level.value}: {reason}" if reason else level.value
         try:
             _require_lasting(models, before)
+            if level is Level.MODELS:  # another class's code may have changed them
+                code_of([type(made)])
+            if not key.holds():
+                raise CannotKeepHere("its files have changed while it was built")
             kept = store(part, thing, built_metadata(key.file, says), checks_code=True)
         except (ShmloadError, OSError, MemoryError, CannotKeepHere) as exc:
             level_of_log = logging.WARNING if isinstance(exc, CapacityError) else logging.INFO

@@ -314,7 +314,10 @@ def test_500_switches_give_the_same_bytes_and_let_nothing_grow(saved, loras):
     assert anonymous_after - anonymous < _GROWTH_NBYTES
 
 
-def test_wrong_arguments(saved, tmp_path):
+def test_wrong_arguments(saved, loras, tmp_path):
+    vae = diffusers.AutoencoderKL.from_pretrained(saved("stable-diffusion") / "vae")
+    with pytest.raises(shmload.ArgumentError, match="no objects"):
+        shmload.mix(saved("stable-diffusion"), loras, vae=vae)
     with pytest.raises(shmload.ArgumentError, match="needs LoRAs"):
         shmload.mix(saved("stable-diffusion"), [])
     with pytest.raises(shmload.SourceNotFound, match="takes local paths"):

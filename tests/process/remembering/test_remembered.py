@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import threading
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import shmload
 from shmload._building import code, keeping, remembered, tensor_parts, tokenizer_parts
+from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -244,7 +246,21 @@ def replace_a_class(monkeypatch):
     monkeypatch.setattr(diffusers, "DDIMScheduler", DDIMScheduler)
 
 
-@pytest.mark.parametrize("replace", [replace_a_constructor, replace_a_class])
+def replace_what_makes_it(monkeypatch):
+    plain = diffusers.DDIMScheduler.from_config.__func__
+
+    def make(cls, *args, **kwargs):
+        made = plain(cls, *args, **kwargs)
+        made.is_mine = True
+        return made
+
+    monkeypatch.setattr(diffusers.DDIMScheduler, "from_config", classmethod(make))
+
+
+REPLACEMENTS = [replace_a_constructor, replace_a_class, replace_what_makes_it]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
 def test_program_that_replaces_code_builds_for_itself(saved, built, replace, monkeypatch):
     source = saved("stable-diffusion")
     load(source)
@@ -295,14 +311,59 @@ def test_in_a_mode_it_is_built_each_time(saved, built, mode):
     assert (len(built), kept()) == (2, [])
 
 
-def test_class_outside_of_the_libraries_is_built_each_time(saved, built):
+@pytest.mark.parametrize("kind", [Mine, f"{Mine.__module__}.{Mine.__name__}"])
+def test_class_outside_of_the_libraries_is_built_each_time(saved, built, kind):
     source = saved("stable-diffusion")
     for _ in range(2):
-        assert type(load(source, pipeline_class=Mine)) is Mine
-    assert len(built) == 2
-    (says,) = kept()
-    assert says.startswith("models: ")
-    assert "which is no library" in says
+        assert type(load(source, pipeline_class=kind)).__name__ == "Mine"
+    assert (len(built), kept()) == (2, [])
+
+
+def test_adapter_is_built_each_time(saved, tmp_path):
+    source = saved("stable-diffusion") / "unet"
+    adapted = tmp_path / "unet"
+    shutil.copytree(source, adapted)
+    (adapted / "adapter_config.json").write_text("{}")
+    for path, count in ((source, 1), (adapted, 1)):
+        shmload.load_model("UNet2DConditionModel", path, keep=True)
+        assert len(kept()) == count
+
+
+def test_source_that_changes_while_it_is_built_is_not_kept(copied, monkeypatch):
+    source = copied("stable-diffusion")
+    build = Build._build_models
+
+    def change(self):
+        change_scheduler(source, monkeypatch)
+        return build(self)
+
+    monkeypatch.setattr(Build, "_build_models", change)
+    load(source)
+    assert kept() == []
+
+
+def test_load_within_a_load_of_the_same_does_not_wait(saved, monkeypatch):
+    source = saved("stable-diffusion")
+    build, within = Build._build_models, []
+
+    def load_too(self):
+        if not within:
+            within.append(None)
+            within[:] = [load(source)]
+        return build(self)
+
+    monkeypatch.setattr(Build, "_build_models", load_too)
+    assert_equal(load(source), within.pop())
+    assert kept() == ["whole"]
+
+
+def test_progress_is_told_of_a_recall(saved):
+    source, said = saved("stable-diffusion"), []
+    for _ in range(2):
+        load(source, progress=lambda done, total: said.append((done, total)))
+        done, total = said.pop()
+        assert done == total > 0
+        said.clear()
 
 
 def test_weights_that_are_drawn_at_random_are_drawn_each_time(copied, built):
