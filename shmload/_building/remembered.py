@@ -26,7 +26,7 @@ from shmload._segments.removal import remove_idle
 from shmload._segments.segment import Segment, attach
 from shmload._settings import settings
 from shmload._wording import logger_of
-from shmload.errors import CapacityError, PublicationBroken, ShmloadError
+from shmload.errors import CapacityError, PublicationBroken, SegmentError, ShmloadError
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,8 @@ Models = Mapping[str, "torch.nn.Module"]
 Make = Callable[[Models], Any]
 """Builds an object with the library, around the models that are there already."""
 
+# Of what does not hold any more, the next one is made here.
+_TRIES = 2
 # Of this much the first process does not stay with its private copy, in bytes.
 _MUCH_NBYTES = 1 << 20
 
@@ -79,30 +81,32 @@ def once(
     """
     if key is None or key.name in _making.names:
         return make({})
-    with contextlib.ExitStack() as closing:
-        found = _open(key, meanwhile, keep=keep)
-        closing.enter_context(found or contextlib.nullcontext())
-        if isinstance(found, Segment):
+    for _ in range(_TRIES):
+        with _open(key, meanwhile, keep=keep) or contextlib.nullcontext() as found:
+            if found is None:
+                return make({})
+            if isinstance(found, Part):
+                return _make(found, key, make)
             if kept := _recall(found, key):
                 if kept.level is not Level.WHOLE:
                     return make(vars(kept.thing))
                 on_recall(kept.nbytes)
                 return kept.thing
-            if not keep:
-                return make({})
-            found.close()
-            remove_idle([key.name])
-            found = _open(key, meanwhile, keep=keep)
-            closing.enter_context(found or contextlib.nullcontext())
-        if not isinstance(found, Part):  # another process still uses what does not hold any more
-            return make({})
-        before = _random_state()
-        _making.names.add(key.name)
-        try:
-            made = make({})
-        finally:
-            _making.names.discard(key.name)
-        return _keep(found, key, made, before)
+        if not keep:
+            break
+        remove_idle([key.name])
+    return make({})  # another process still uses what does not hold any more
+
+
+def _make(part: Part, key: Key, make: Make) -> Any:
+    """Make an object, and keep it as far as it can be."""
+    before = _random_state()
+    _making.names.add(key.name)
+    try:
+        made = make({})
+    finally:
+        _making.names.discard(key.name)
+    return _keep(part, key, made, before)
 
 
 def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment | Part | None:
@@ -132,13 +136,13 @@ class _Kept(NamedTuple):
 
 def _recall(segment: Segment, key: Key) -> _Kept | None:
     """Return what a segment keeps; None if it does not hold any more."""
-    level = Level(segment.read_metadata().kept.partition(":")[0])
-    if level is Level.NOTHING:
-        return _Kept(level, types.SimpleNamespace())
     from shmload._building.stored import opened, restore
     from shmload._building.tensor_parts import CannotKeepHere
 
     try:
+        level = Level(segment.read_metadata().kept.partition(":")[0])
+        if level is Level.NOTHING:
+            return _Kept(level, types.SimpleNamespace())
         with opened(key.file, segment) as record:
             nbytes = sum(each.nbytes for each in record.segments)
             kept = _Kept(level, restore(record), nbytes)
@@ -148,8 +152,9 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
         forget_locals(exc, None)
         return _Kept(Level.NOTHING, types.SimpleNamespace())
-    except PublicationBroken as exc:
-        logger.info("%s: not recalled: %s", key.file, exc.reason)
+    except (SegmentError, ValueError) as exc:  # damaged, or of another time
+        reason = exc.reason if isinstance(exc, PublicationBroken) else str(exc)
+        logger.info("%s: not recalled: %s", key.file, reason)
         forget_locals(exc, None)
         return None
 

@@ -540,15 +540,28 @@ def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
     assert "each process builds it" in caplog.text
 
 
-def test_damaged_record_is_built_anew(saved, built):
+def damage_the_end(file):
+    file.seek(-100_000, os.SEEK_END)
+    file.write(os.urandom(100_000))
+
+
+def damage_the_header(file):
+    file.write(os.urandom(100))
+
+
+def cut_off(file):
+    file.truncate(10_000)
+
+
+@pytest.mark.parametrize("damage", [damage_the_end, damage_the_header, cut_off])
+def test_damaged_record_is_built_anew(saved, built, damage):
     source = saved("stable-diffusion")
     load(source)
     (name,) = (info.name for info in shmload.segments() if info.kept)
-    file = os.path.join("/dev/shm", name)
-    os.chmod(file, 0o600)
-    with open(file, "r+b") as opened:
-        opened.seek(-100_000, os.SEEK_END)
-        opened.write(os.urandom(100_000))
-    os.chmod(file, 0o400)
+    path = os.path.join("/dev/shm", name)
+    os.chmod(path, 0o600)
+    with open(path, "r+b") as file:
+        damage(file)
+    os.chmod(path, 0o400)
     assert_equal(load(source), reference(source, _BF16))
     assert len(built) == 2
