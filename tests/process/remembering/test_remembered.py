@@ -18,7 +18,7 @@ from pipelines import FAMILIES
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._building import code, keeping, remembered, tensor_parts, tokenizer_parts
+from shmload._building import code, keeping, remembered, tensor_parts
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -53,19 +53,22 @@ def test_later_loads_get_what_the_first_has_built(saved, built, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_not_all_can_be_kept_the_models_are(saved, built, family, monkeypatch):
-    def fail(_):
-        raise ValueError("a tokenizer that cannot be restored exactly")
+def test_where_not_all_can_be_kept_the_models_are(saved, family, monkeypatch):
+    take_apart = keeping.take_apart
 
-    monkeypatch.setattr(tokenizer_parts, "take_apart", fail)
+    def refuse(thing):
+        if hasattr(thing, "scheduler"):
+            raise tensor_parts.CannotKeep("scheduler: for no reason")
+        return take_apart(thing)
+
+    monkeypatch.setattr(keeping, "take_apart", refuse)
     source = saved(family)
     wanted = reference(source, _BF16)
     for _ in range(2):
         pipe = load(source)
         assert_equal(pipe, wanted)
         assert copied_nbytes(pipe) == 0
-    (says,) = kept()
-    assert says.startswith("models: tokenizer")
+    assert kept() == ["models: scheduler: for no reason"]
 
 
 def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
