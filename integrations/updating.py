@@ -1,7 +1,8 @@
 """`update`: other weights for a pipeline or model that is in use, between two calls of it.
 
-Guarantee: afterwards it computes what a fresh load of the source would, or nothing has changed. On
-the host its tensors are mapped anew, and nothing is copied; on a device they keep their addresses.
+Guarantee: afterwards it computes what a fresh load of the source would, or nothing has changed; but
+for an error of a device amid the copies to it, which leaves some weights new. On the host its
+tensors are mapped anew, and nothing is copied; on a device they keep their addresses.
 """
 
 import os
@@ -61,7 +62,8 @@ def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated
         UpdateRefused: a class, a shape, a dtype or a model's configuration differs, or an
             offloading call has the weights.
         ArgumentError: a publication takes no arguments.
-        Exception: as `load_pipeline` and `load_model`. After any error, nothing has changed.
+        Exception: as `load_pipeline` and `load_model`. After any of these, nothing has changed.
+        RuntimeError: a device failed amid the copies to it; call `update` again, or load anew.
     """
     given = source.source if isinstance(source, Published) else source
     _refuse_offloaded(thing, str(given))
@@ -124,7 +126,7 @@ def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, 
 
 
 def _call_for(thing: Any) -> Call:
-    """Return a call for a pipeline or model of which none is known."""
+    """Return a call that makes a pipeline or model like one that comes from elsewhere."""
     dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
     if "" in dtypes:
         cls = type(models_in(thing)[""])

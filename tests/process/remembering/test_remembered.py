@@ -1,13 +1,7 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
 import functools
-import gc
-import json
-import logging
-import os
 import shutil
-import signal
-import threading
 
 import diffusers
 import pytest
@@ -15,6 +9,7 @@ import torch
 from comparing import assert_equal, assert_modules_equal, reference
 from mappings import copied_nbytes
 from pipelines import FAMILIES
+from remembering import BF16, change_scheduler, change_weights_at_the_same_time, kept, load
 from safetensors.torch import load_file, save_file
 
 import shmload
@@ -23,27 +18,13 @@ from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
-_BF16 = torch.bfloat16
-
-
-def load(source, **given):
-    return shmload.load_pipeline(
-        source, **{"dtype": _BF16, "keep": True, "progress": False} | given
-    )
-
-
-def kept():
-    """Return what the segments of built objects say."""
-    return [info.kept for info in shmload.segments() if info.kept]
-
-
 # What is recalled ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_later_loads_get_what_the_first_has_built(saved, built, family):
     source = saved(family)
-    wanted = reference(source, _BF16)
+    wanted = reference(source, BF16)
     for keep in (True, True, False):
         pipe = load(source, keep=keep)
         assert_equal(pipe, wanted)
@@ -63,7 +44,7 @@ def test_where_not_all_can_be_kept_the_models_are(saved, family, monkeypatch):
 
     monkeypatch.setattr(keeping, "take_apart", refuse)
     source = saved(family)
-    wanted = reference(source, _BF16)
+    wanted = reference(source, BF16)
     for _ in range(2):
         pipe = load(source)
         assert_equal(pipe, wanted)
@@ -77,7 +58,7 @@ def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
 
     monkeypatch.setattr(keeping, "take_apart", fail)
     source = saved("stable-diffusion")
-    wanted = reference(source, _BF16)
+    wanted = reference(source, BF16)
     for _ in range(2):
         assert_equal(load(source), wanted)
     assert len(built) == 2
@@ -107,7 +88,7 @@ def test_single_model_is_remembered(saved, built):
 
 def test_what_a_program_does_to_one_changes_no_other(saved):
     source = saved("stable-diffusion")
-    wanted = reference(source, _BF16)
+    wanted = reference(source, BF16)
     first = load(source)
     for _ in range(2):
         pipe = load(source)
@@ -122,8 +103,7 @@ def test_what_a_program_does_to_one_changes_no_other(saved):
     assert_equal(load(source), wanted)
 
 
-def test_changed_memory_is_not_what_is_kept(saved, monkeypatch):
-    """A hook of a class writes into a weight while it is built: as the library would have it."""
+def test_weight_that_was_written_to_while_it_was_built_is_copied(saved, monkeypatch):
     source = saved("stable-diffusion")
     make = remembered._keep
 
@@ -142,27 +122,12 @@ def test_changed_memory_is_not_what_is_kept(saved, monkeypatch):
 # What invalidates ---------------------------------------------------------------------------------
 
 
-def change_scheduler(source, monkeypatch):
-    file = source / "scheduler" / "scheduler_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"steps_offset": 7}))
-
-
 def change_behind_a_link(source, monkeypatch):
     folder = source / "scheduler"
     behind = folder.rename(source.parent / "behind")
     folder.symlink_to(behind)
     load(source)
     change_scheduler(source, monkeypatch)
-
-
-def change_weights_at_the_same_time(source, monkeypatch):
-    file = source / "unet" / "diffusion_pytorch_model.safetensors"
-    before = file.stat()
-    tensors = load_file(file)
-    tensors["conv_in.bias"] += 1
-    save_file(tensors, file)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def add_a_file(source, monkeypatch):
@@ -209,7 +174,7 @@ def test_change_has_it_built_anew(copied, built, change, monkeypatch):
     load(source)
     change(source, monkeypatch)
     before = len(built)
-    wanted = reference(source, _BF16)
+    wanted = reference(source, BF16)
     for _ in range(2):
         assert_equal(load(source), wanted)
     assert len(built) == before + 1
@@ -272,7 +237,7 @@ def test_program_that_replaces_code_builds_for_itself(saved, built, replace, mon
         scheduler = load(source).scheduler
         assert type(scheduler) is diffusers.DDIMScheduler
         assert hasattr(scheduler, "is_mine")
-    assert_equal(load(source), reference(source, _BF16))
+    assert_equal(load(source), reference(source, BF16))
     assert len(built) == 2
 
 
@@ -297,7 +262,7 @@ class Mine(diffusers.StableDiffusionPipeline):
 def test_call_that_may_mean_more_is_built_each_time(saved, built, given):
     source = saved("stable-diffusion")
     if "unet" in given:
-        unet = diffusers.UNet2DConditionModel.from_pretrained(source / "unet", torch_dtype=_BF16)
+        unet = diffusers.UNet2DConditionModel.from_pretrained(source / "unet", torch_dtype=BF16)
         given = {"unet": unet}
     for _ in range(2):
         load(source, **given)
@@ -380,191 +345,3 @@ def test_weights_that_are_drawn_at_random_are_drawn_each_time(copied, built):
     assert not torch.equal(*made)
     assert len(built) == 2
     assert kept() == ["nothing: the library draws some of its weights at random"]
-
-
-# One builds, the others wait ----------------------------------------------------------------------
-
-LOAD = """
-import os, signal, sys, shmload
-os.environ["SHMLOAD_REMEMBER"] = "1"
-from shmload._building import build, remembered
-from shmload._settings import settings
-settings.cache_clear()
-finish = build.Build._build_models
-def stop(self):
-    print("BUILDS", flush=True)
-    sys.stdin.readline()
-    return finish(self)
-build.Build._build_models = stop
-shmload.load_pipeline(sys.argv[1], dtype="bfloat16", keep=True, progress=False)
-print("DONE", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def waits(caplog):
-    """Load in a thread; return the thread once it waits for another process, and its result."""
-    caplog.set_level(logging.INFO, "shmload")
-    found = []
-
-    def start(source):
-        thread = threading.Thread(target=lambda: found.append(load(str(source))))
-        thread.start()
-        while "another process builds it" not in caplog.text:
-            thread.join(0.01)
-            assert thread.is_alive()
-        caplog.clear()
-        return thread, found
-
-    yield start
-    found.clear()
-
-
-def test_one_process_builds_and_the_others_wait(saved, built, child, waits):
-    source = saved("stable-diffusion")
-    builder = child(LOAD, source)
-    builder.expect("BUILDS")
-    thread, found = waits(source)
-    builder.process.stdin.write(b"\n")
-    builder.expect("DONE")
-    thread.join(60)
-    assert_equal(found[0], reference(str(source), _BF16))
-    assert built == []
-
-
-def test_killed_builder_leaves_nothing_and_another_builds(saved, built, child, waits, shm_names):
-    source = saved("stable-diffusion")
-    builder = child(LOAD, source)
-    builder.expect("BUILDS")
-    thread, found = waits(source)
-    builder.process.send_signal(signal.SIGKILL)
-    thread.join(60)
-    assert_equal(found[0], reference(str(source), _BF16))
-    assert (len(built), kept()) == (1, ["whole"])
-    assert not [name for name in shm_names() if name.endswith(".part")]
-
-
-def test_waiting_has_a_deadline(saved, built, child, waits, configure):
-    configure(wait_timeout_s=0.1)
-    source = saved("stable-diffusion")
-    builder = child(LOAD, source)
-    builder.expect("BUILDS")
-    thread, _ = waits(source)
-    thread.join(60)
-    assert len(built) == 1
-    builder.process.stdin.write(b"\n")
-    builder.expect("DONE")
-
-
-def test_threads_build_once(saved, built):
-    source = saved("stable-diffusion")
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(load(source))) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    assert len(built) == 1
-    wanted = reference(source, _BF16)
-    for pipe in found:
-        assert_equal(pipe, wanted)
-
-
-# What it needs ------------------------------------------------------------------------------------
-
-
-def test_it_goes_with_its_model(saved):
-    source = saved("stable-diffusion")
-    load(source)
-    assert len(shmload.segments()) == 5
-    (model,) = shmload.models()
-    assert model.dtype == "bfloat16"
-    shmload.evict(source)
-    assert not shmload.segments()
-
-
-def test_segment_that_is_needed_stays(saved):
-    source = saved("stable-diffusion")
-    load(source)
-    base = next(info for info in shmload.segments() if not info.kept)
-    assert len(base.needed_by) == 1
-    with pytest.raises(shmload.SegmentBusy):
-        shmload.evict(base.name)
-
-
-def test_idle_models_make_room_for_others(saved, configure):
-    configure(budget="1MiB")  # either has more than half of that
-    for family in ("stable-diffusion", "sdxl"):
-        source = saved(family)
-        load(source)
-        gc.collect()
-        (left,) = (info for info in shmload.segments() if info.kept)  # what it needs goes after it
-        assert left.source.startswith(str(source))
-
-
-def test_dry_run_says_what_goes(saved, command):
-    source = saved("stable-diffusion")
-    load(source)
-    gc.collect()
-    assert "would remove 5 segments" in command("rm", "--dry-run", source)[1]
-    assert command("rm", source)[0] == 0
-    assert not shmload.segments()
-
-
-def test_source_may_be_given_by_a_relative_path(saved, built, monkeypatch):
-    source = saved("stable-diffusion")
-    monkeypatch.chdir(source.parent)
-    for _ in range(2):
-        assert_equal(load(source.name), reference(source.name, _BF16))
-    assert len(built) == 1
-    assert {os.path.isabs(info.source) for info in shmload.segments()} == {True}
-    assert len(shmload.models()) == 1
-
-
-def test_of_changed_files_it_is_garbage(copied):
-    source = copied("stable-diffusion")
-    load(source)
-    change_weights_at_the_same_time(source, None)
-    assert not next(info for info in shmload.segments() if info.kept).is_current
-    shmload.collect_garbage()
-    assert kept() == []
-    assert len(shmload.segments()) == 3  # of the files that are as they were
-
-
-def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
-    def refuse(*_, **__):
-        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
-
-    source = saved("stable-diffusion")
-    monkeypatch.setattr(keeping, "made_room", refuse)
-    assert_equal(load(source), reference(source, _BF16))
-    assert kept() == []
-    assert "each process builds it" in caplog.text
-
-
-def damage_the_end(file):
-    file.seek(-100_000, os.SEEK_END)
-    file.write(os.urandom(100_000))
-
-
-def damage_the_header(file):
-    file.write(os.urandom(100))
-
-
-def cut_off(file):
-    file.truncate(10_000)
-
-
-@pytest.mark.parametrize("damage", [damage_the_end, damage_the_header, cut_off])
-def test_damaged_record_is_built_anew(saved, built, damage):
-    source = saved("stable-diffusion")
-    load(source)
-    (name,) = (info.name for info in shmload.segments() if info.kept)
-    path = os.path.join("/dev/shm", name)
-    os.chmod(path, 0o600)
-    with open(path, "r+b") as file:
-        damage(file)
-    os.chmod(path, 0o400)
-    assert_equal(load(source), reference(source, _BF16))
-    assert len(built) == 2

@@ -1,0 +1,204 @@
+"""One process builds what the others wait for; what is kept needs room, and goes with its model."""
+
+import gc
+import logging
+import os
+import signal
+import threading
+
+import pytest
+from comparing import assert_equal, reference
+from remembering import BF16, change_weights_at_the_same_time, kept, load
+
+import shmload
+from shmload._building import keeping
+
+pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
+
+
+# One builds, the others wait ----------------------------------------------------------------------
+
+LOAD = """
+import os, signal, sys, shmload
+os.environ["SHMLOAD_REMEMBER"] = "1"
+from shmload._building import build, remembered
+from shmload._settings import settings
+settings.cache_clear()
+finish = build.Build._build_models
+def stop(self):
+    print("BUILDS", flush=True)
+    sys.stdin.readline()
+    return finish(self)
+build.Build._build_models = stop
+shmload.load_pipeline(sys.argv[1], dtype="bfloat16", keep=True, progress=False)
+print("DONE", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def waits(caplog):
+    """Load in a thread; return the thread once it waits for another process, and its result."""
+    caplog.set_level(logging.INFO, "shmload")
+    found = []
+
+    def start(source):
+        thread = threading.Thread(target=lambda: found.append(load(str(source))))
+        thread.start()
+        while "another process builds it" not in caplog.text:
+            thread.join(0.01)
+            assert thread.is_alive()
+        caplog.clear()
+        return thread, found
+
+    yield start
+    found.clear()
+
+
+def test_one_process_builds_and_the_others_wait(saved, built, child, waits):
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, found = waits(source)
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+    thread.join(60)
+    assert_equal(found[0], reference(str(source), BF16))
+    assert built == []
+
+
+def test_killed_builder_leaves_nothing_and_another_builds(saved, built, child, waits, shm_names):
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, found = waits(source)
+    builder.process.send_signal(signal.SIGKILL)
+    thread.join(60)
+    assert_equal(found[0], reference(str(source), BF16))
+    assert (len(built), kept()) == (1, ["whole"])
+    assert not [name for name in shm_names() if name.endswith(".part")]
+
+
+def test_waiting_has_a_deadline(saved, built, child, waits, configure):
+    configure(wait_timeout_s=0.1)
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, _ = waits(source)
+    thread.join(60)
+    assert len(built) == 1
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+
+
+def test_threads_build_once(saved, built):
+    source = saved("stable-diffusion")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(load(source))) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(built) == 1
+    wanted = reference(source, BF16)
+    for pipe in found:
+        assert_equal(pipe, wanted)
+
+
+# What it needs ------------------------------------------------------------------------------------
+
+
+def test_it_goes_with_its_model(saved):
+    source = saved("stable-diffusion")
+    load(source)
+    assert len(shmload.segments()) == 5
+    (model,) = shmload.models()
+    assert model.dtype == "bfloat16"
+    shmload.evict(source)
+    assert not shmload.segments()
+
+
+def test_segment_that_is_needed_stays(saved):
+    source = saved("stable-diffusion")
+    load(source)
+    base = next(info for info in shmload.segments() if not info.kept)
+    assert len(base.needed_by) == 1
+    with pytest.raises(shmload.SegmentBusy):
+        shmload.evict(base.name)
+
+
+def test_idle_models_make_room_for_others(saved, configure):
+    configure(budget="1MiB")  # either has more than half of that
+    for family in ("stable-diffusion", "sdxl"):
+        source = saved(family)
+        load(source)
+        gc.collect()
+        (left,) = (info for info in shmload.segments() if info.kept)  # what it needs goes after it
+        assert left.source.startswith(str(source))
+
+
+def test_dry_run_says_what_goes(saved, command):
+    source = saved("stable-diffusion")
+    load(source)
+    gc.collect()
+    assert "would remove 5 segments" in command("rm", "--dry-run", source)[1]
+    assert command("rm", source)[0] == 0
+    assert not shmload.segments()
+
+
+def test_source_may_be_given_by_a_relative_path(saved, built, monkeypatch):
+    source = saved("stable-diffusion")
+    monkeypatch.chdir(source.parent)
+    for _ in range(2):
+        assert_equal(load(source.name), reference(source.name, BF16))
+    assert len(built) == 1
+    assert {os.path.isabs(info.source) for info in shmload.segments()} == {True}
+    assert len(shmload.models()) == 1
+
+
+def test_of_changed_files_it_is_garbage(copied):
+    source = copied("stable-diffusion")
+    load(source)
+    change_weights_at_the_same_time(source, None)
+    assert not next(info for info in shmload.segments() if info.kept).is_current
+    shmload.collect_garbage()
+    assert kept() == []
+    assert len(shmload.segments()) == 3  # of the files that are as they were
+
+
+def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
+
+    source = saved("stable-diffusion")
+    monkeypatch.setattr(keeping, "made_room", refuse)
+    assert_equal(load(source), reference(source, BF16))
+    assert kept() == []
+    assert "each process builds it" in caplog.text
+
+
+def damage_the_end(file):
+    file.seek(-100_000, os.SEEK_END)
+    file.write(os.urandom(100_000))
+
+
+def damage_the_header(file):
+    file.write(os.urandom(100))
+
+
+def cut_off(file):
+    file.truncate(10_000)
+
+
+@pytest.mark.parametrize("damage", [damage_the_end, damage_the_header, cut_off])
+def test_damaged_record_is_built_anew(saved, built, damage):
+    source = saved("stable-diffusion")
+    load(source)
+    (name,) = (info.name for info in shmload.segments() if info.kept)
+    path = os.path.join("/dev/shm", name)
+    os.chmod(path, 0o600)
+    with open(path, "r+b") as file:
+        damage(file)
+    os.chmod(path, 0o400)
+    assert_equal(load(source), reference(source, BF16))
+    assert len(built) == 2
