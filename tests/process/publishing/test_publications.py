@@ -179,6 +179,15 @@ def test_version_outlives_its_publisher(saved, child):
 # What it needs ------------------------------------------------------------------------------------
 
 
+def test_little_of_a_segment_is_copied_and_the_segment_is_not_needed(load):
+    model = load()
+    little = torch.nn.Module()
+    little.bias = model.encoder.conv_in.bias
+    made = shmload.publish(little, "little")
+    assert (made.needs, made.shared_nbytes) == ((), 0)
+    assert torch.equal(shmload.load_model("Module", made.source).bias, little.bias)
+
+
 def test_segment_that_is_needed_stays(load, saved):
     model = load()
     shmload.publish(model, "vae")

@@ -12,6 +12,7 @@ from remembering import BF16, change_weights_at_the_same_time, kept, load
 
 import shmload
 from shmload._building import keeping
+from shmload._segments.eviction import evictable
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -127,14 +128,11 @@ def test_segment_that_is_needed_stays(saved):
         shmload.evict(base.name)
 
 
-def test_idle_models_make_room_for_others(saved, configure):
-    configure(budget="1MiB")  # either has more than half of that
-    for family in ("stable-diffusion", "sdxl"):
-        source = saved(family)
-        load(source)
-        gc.collect()
-        (left,) = (info for info in shmload.segments() if info.kept)  # what it needs goes after it
-        assert left.source.startswith(str(source))
+def test_idle_models_make_room_for_others(saved):
+    load(saved("stable-diffusion"))
+    gc.collect()
+    going = evictable(shmload.segments())
+    assert [bool(info.kept) for info in going] == [True] + 4 * [False]  # before what it needs
 
 
 def test_dry_run_says_what_goes(saved, command):

@@ -11,9 +11,10 @@ from mappings import copied_nbytes
 from pipelines import FAMILIES
 from remembering import BF16, change_scheduler, change_weights_at_the_same_time, kept, load
 from safetensors.torch import load_file, save_file
+from torch.utils.hooks import RemovableHandle
 
 import shmload
-from shmload._building import code, keeping, remembered, tensor_parts
+from shmload._building import code, keeping, keys, remembered, tensor_parts
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -285,6 +286,31 @@ def test_class_outside_of_the_libraries_is_built_each_time(saved, built, kind):
     for _ in range(2):
         assert type(load(source, pipeline_class=kind)).__name__ == "Mine"
     assert (len(built), kept()) == (2, [])
+
+
+def test_models_that_code_of_others_may_have_changed_are_not_kept(saved, monkeypatch):
+    monkeypatch.setattr(keys, "_is_of_library", lambda _: True)  # as if the source named the class
+    load(saved("stable-diffusion"), pipeline_class=Mine)
+    (says,) = kept()
+    assert says.startswith("nothing: ")
+    assert "which is no library" in says
+
+
+def test_hook_that_comes_later_replaces_none_of_what_is_recalled(saved, monkeypatch):
+    source = saved("stable-diffusion")
+    keep = remembered._keep
+
+    def keep_with_hook(part, key, made, before):
+        made.unet.register_forward_pre_hook(torch.nn.Module.__call__)
+        return keep(part, key, made, before)
+
+    monkeypatch.setattr(remembered, "_keep", keep_with_hook)
+    load(source)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    unet = load(source).unet
+    for _ in range(RemovableHandle.next_id + 2):
+        unet.register_forward_pre_hook(print)
+    assert torch.nn.Module.__call__ in unet._forward_pre_hooks.values()
 
 
 def test_adapter_is_built_each_time(saved, tmp_path):
