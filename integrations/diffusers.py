@@ -15,13 +15,11 @@ import msgspec
 from shmload._building import prepared
 from shmload._building.call import noted
 from shmload._building.keys import key_of_load, own_quantisers
-from shmload._building.maker import Maker
 from shmload._building.options import Keep, Options, require_readable
-from shmload._building.pipeline_maker import PipelineMaker, components_by_name, connected_to
+from shmload._building.pipeline_maker import PipelineMaker
 from shmload._building.remembered import once
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import (
     PIPELINE_ARGUMENTS,
     Wanted,
@@ -29,23 +27,15 @@ from shmload._checkpoints.wanted import (
 )
 from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
-from shmload._wording import logger_of
-from shmload.errors import (
-    ArgumentError,
-    CheckpointError,
-    ShmloadError,
-    SourceNotFound,
-    UnknownArgument,
-)
+from shmload.errors import ArgumentError, ShmloadError
 from shmload.integrations.models import load_model
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
+    from shmload._building.maker import Maker
     from shmload._loading.progress import Callback
-
-logger = logger_of(__name__)
 
 # The components of a modular pipeline are decoded ahead with these arguments alone: any other may
 # change which are loaded, or how.
@@ -201,10 +191,6 @@ def load_pipeline(
     found, dtype = maker.find(wanted, kwargs, load_pipeline)
     if isinstance(maker, PipelineMaker) and maker.is_modular:
         return _load_modular(wanted, pipeline_class, options, kwargs, request, imported)
-    connected = _load_connected(maker, found, wanted.dtype, options, kwargs)
-    if connected is not None:
-        kwargs |= connected
-        request = None  # its files are not looked at before one that is ready is taken
 
     def build(models: Mapping[str, Any]) -> Any:
         from shmload._building.attempt import load  # a load that is recalled needs none of it
@@ -306,54 +292,3 @@ def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -
                 )
                 ending.enter_context(load)
         yield
-
-
-def _load_connected(
-    maker: Maker,
-    source: Source,
-    dtype: Any,
-    options: Options,
-    kwargs: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """Load what a combined pipeline takes from another source.
-
-    Args:
-        maker: of the pipeline.
-        source: the pipeline's own.
-        dtype: as given.
-        options: how to load; the components stay on the host.
-        kwargs: for `from_pretrained`.
-
-    Returns:
-        The components by name; none in doubt, and if it fails: the library loads them then, or says
-        what is wrong. None if the pipeline takes nothing from elsewhere.
-    """
-    if not isinstance(maker, PipelineMaker):
-        return None
-    found = connected_to(source, maker, kwargs)
-    if found is None:
-        return None
-    if options.is_bounded or isinstance(dtype, Mapping):
-        return {}
-    import torch
-
-    state = torch.get_rng_state()
-    try:
-        pipe = load_pipeline(
-            found.source,
-            dtype=dtype,
-            keep=options.keep,
-            share=options.share,
-            workers=options.workers,
-            verify=options.verify,
-            progress=options.progress,
-            **found.kwargs,
-        )
-    except (CheckpointError, SourceNotFound, UnknownArgument) as exc:
-        logger.info("%s: the library loads %s: %s", source.given, found.source, str(exc))
-        return {}
-    if not torch.equal(state, torch.get_rng_state()):
-        # It has drawn weights that its files lack: the library would have done so later.
-        torch.set_rng_state(state)
-        return {}
-    return {f"{found.prefix}{name}": part for name, part in components_by_name(pipe).items()}

@@ -52,10 +52,9 @@ NAMES = {
     "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
     "diffusers.pipelines.auto_pipeline:AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "an automatic class "
     "takes no `components` without controlnet",
-    "diffusers.pipelines.auto_pipeline:_get_connected_pipeline": "an error of combined pipelines",
     "diffusers.pipelines.auto_pipeline:_get_task_class": "an error of automatic classes",
-    "diffusers.pipelines.pipeline_utils:DiffusionPipeline._load_connected_pipes": "the library "
-    "loads what is connected",
+    "diffusers.pipelines.pipeline_utils:DiffusionPipeline._load_connected_pipes": "a combined "
+    "pipeline is recalled with a prior that has changed",
     "diffusers.pipelines.pipeline_utils:_resolve_dtype": "diffusers warns of the older keyword",
     "diffusers.utils.import_utils:BACKENDS_MAPPING": "an error names no package",
     "diffusers.utils.import_utils:DummyObject": "the library's own error for a missing package",
@@ -338,13 +337,6 @@ def kept_in_float32(model_class: Any) -> set[str]:
 def takes_connected(pipeline_class: Any) -> bool:
     """Tell whether a class of pipelines also loads what its source's card names."""
     return bool(getattr(pipeline_class, "_load_connected_pipes", False))
-
-
-def connected_class(named: Any) -> Any:
-    """Return the combined class of a class of pipelines; itself if it has none."""
-    from diffusers.pipelines import auto_pipeline
-
-    return auto_pipeline._get_connected_pipeline(named) or named
 
 
 def component_specs(modular: Any) -> dict[str, Any]:

@@ -2,28 +2,24 @@
 
 import inspect
 import os
-import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shmload._building.keywords import CHOOSING_KEYWORDS, FINDING_KEYWORDS, require_taken
+from shmload._building.keywords import CHOOSING_KEYWORDS, require_taken
 from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
 from shmload._checkpoints.chosen_rule import library_versions
 from shmload._checkpoints.hub import find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant
-from shmload._compat import class_for_task, connected_class, takes_connected
-from shmload._host.descriptors import Descriptor
-from shmload._host.files import open_source
+from shmload._compat import class_for_task
 from shmload._host.memo import Memo
-from shmload.errors import ArgumentError, ShmloadError, SourceNotFound
+from shmload.errors import ArgumentError, SourceNotFound
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -152,22 +148,6 @@ class PipelineMaker(Maker):
             return found
         return self._wanted
 
-    def class_chosen(self, source: Source, kwargs: Mapping[str, Any]) -> Any:
-        """Return the class of the pipeline that is made; it imports diffusers.
-
-        Raises:
-            ArgumentError, LibraryMissing: as `find_class`.
-        """
-        import diffusers
-
-        found = self.find_class(source)
-        is_base = self._wanted is None or found is diffusers.DiffusionPipeline
-        if is_base and kwargs.get("load_connected_pipeline"):
-            named = getattr(diffusers, source.class_name, None)
-            return connected_class(named)
-        self._source_class = self._source_class or source.class_name
-        return self._chosen(found)
-
     def _narrow(self, source: Source) -> Source:
         """Leave out what the class does not take: the library does not load it."""
         import diffusers
@@ -187,8 +167,6 @@ class PipelineMaker(Maker):
         reasons = {
             "You have passed a non-standard module": self.passes_models,
             "You have disabled the safety checker": "safety_checker" in self.left_out,
-            # It hands these components on under this name, too.
-            "Keyword arguments {'prior_": any(name.startswith(_PREFIXES) for name in kwargs),
         }
         return tuple(text for text, holds in reasons.items() if holds)
 
@@ -336,70 +314,5 @@ def download(repo_id: str, **kwargs: Any) -> str:
     """
     from diffusers import DiffusionPipeline
 
-    # So the card comes, too, which names the prior of a combined pipeline.
-    given = kwargs | {"load_connected_pipeline": True}
-    return str(DiffusionPipeline.download(repo_id, **given))
-
-
-# Connected sources -------------------------------------------------------------------------------
-
-# Kandinsky, Stable Cascade and Wuerstchen keep a decoder and its prior in two repositories. The
-# card of the decoder's names the other one, and `from_pretrained` of a combined class loads it in
-# its middle. Components of it that are passed in are not loaded again.
-_PREFIXES = ("prior_",)
-_CARD = "README.md"
-_MAX_CARD_NBYTES = 1 << 20
-_NAMES_A_PRIOR = re.compile(r"\A---[^\S\n]*\n(?:(?!---).*\n)*?prior:", re.MULTILINE)
-# What `from_pretrained` hands on to the other source's.
-_HANDED_ON = FINDING_KEYWORDS - {"subfolder"}
-
-
-class Connected(NamedTuple):
-    """A source whose components a combined pipeline takes too."""
-
-    source: str
-    """A directory or a hub id, as the card names it."""
-    prefix: str
-    """Before the names of its components in the combined pipeline, such as `prior_`."""
-    kwargs: dict[str, Any]
-    """For its `from_pretrained`, beside dtype and devices."""
-
-
-def connected_to(
-    source: Source, maker: PipelineMaker, kwargs: Mapping[str, Any]
-) -> Connected | None:
-    """Return what is connected to a pipeline's source; None if its class takes no more than that.
-
-    It imports diffusers only if the source's card names a prior.
-
-    Args:
-        source: as it was found.
-        maker: of the pipeline.
-        kwargs: for `from_pretrained`.
-    """
-    try:
-        with Descriptor(open_source(source.root / _CARD)) as file:
-            content = os.pread(file.fd, _MAX_CARD_NBYTES, 0)
-            names_one = _NAMES_A_PRIOR.match(content.decode(errors="replace"))
-    except (OSError, ShmloadError):
-        return None  # there is none, as almost everywhere; what cannot be read the library reports
-    if not names_one:
-        return None
-    with whole_libraries():
-        if not takes_connected(maker.class_chosen(source, kwargs)):
-            return None
-        from huggingface_hub import ModelCard
-
-    card = ModelCard.load(source.root / _CARD).data
-    for prefix in _PREFIXES:
-        named = getattr(card, prefix.removesuffix("_"), None)
-        # A URL came with somebody else's model, and would use this user's credentials.
-        if named and not is_url(str(named[0])):
-            handed_on = {key: value for key, value in kwargs.items() if key in _HANDED_ON}
-            own = {
-                key.removeprefix(prefix): value
-                for key, value in kwargs.items()
-                if key.startswith(prefix)
-            }
-            return Connected(str(named[0]), prefix, handed_on | own)
-    return None
+    # So the card comes too: by it the library finds the prior of a combined pipeline.
+    return str(DiffusionPipeline.download(repo_id, **kwargs, load_connected_pipeline=True))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmload._building.keys import Key
+from shmload._compat import takes_connected
 from shmload._host.collector import forget_locals
 from shmload._segments.metadata import built_metadata
 from shmload._segments.part import Awaited, Part, acquire
@@ -182,7 +183,7 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     for level, thing in tries.items():
         says = f"{level.value}: {reason}" if reason else level.value
         try:
-            _require_lasting(models, before)
+            _require_lasting(made, models, before)
             if level is Level.MODELS:  # another class's code may have changed them
                 code_of([type(made)])
             if not key.holds():
@@ -206,8 +207,8 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     return made
 
 
-def _require_lasting(models: Models, before: "torch.Tensor | None") -> None:
-    """Check that models lie on the host, and that none of their weights were drawn at random.
+def _require_lasting(made: Any, models: Models, before: "torch.Tensor | None") -> None:
+    """Check that models lie on the host, and that their weights are those of the source's files.
 
     Raises:
         CannotKeep: a later process could not get the same from the library.
@@ -218,6 +219,8 @@ def _require_lasting(models: Models, before: "torch.Tensor | None") -> None:
     from shmload._building.tensor_parts import CannotKeep
     from shmload._segments.listing import names_by_inode
 
+    if takes_connected(type(made)):
+        raise CannotKeep("the library loads its prior from another repository")
     parameters = [each for model in models.values() for each in model.parameters()]
     if any(each.device.type != "cpu" for each in parameters):
         raise CannotKeep("its weights are on a device")

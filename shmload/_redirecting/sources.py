@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from shmload._building.libraries import libraries_lock
-from shmload._building.pipeline_maker import PipelineMaker, connected_to
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.resolve import resolve, resolve_model
@@ -47,8 +46,6 @@ def require_known_source(kind: Kind, cls: type, call: Call) -> None:
         if kind == "pipeline":
             _require_known_parts(folder, call)
             found = resolve(wanted, folder, call.kwargs)
-            if connected := connected_to(found, PipelineMaker(cls), call.kwargs):
-                _find_folder(kind, call._replace(source=connected.source))
         else:
             found = resolve_model(wanted, folder, call.kwargs)
     except (ShmloadError, OSError) as exc:

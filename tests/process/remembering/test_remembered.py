@@ -323,6 +323,15 @@ def test_adapter_is_built_each_time(saved, tmp_path):
         assert len(kept()) == count
 
 
+def test_pipeline_that_takes_a_prior_from_elsewhere_is_built_each_time(saved, built, monkeypatch):
+    source = saved("stable-diffusion")
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "_load_connected_pipes", True)
+    for _ in range(2):
+        load(source)
+    assert len(built) == 2
+    assert kept() == ["nothing: the library loads its prior from another repository"]
+
+
 def test_source_that_changes_while_it_is_built_is_not_kept(copied, monkeypatch):
     source = copied("stable-diffusion")
     build = Build._build_models
