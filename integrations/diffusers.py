@@ -15,8 +15,8 @@ import msgspec
 from shmload._building import prepared
 from shmload._building.call import noted
 from shmload._building.keys import key_of_load, own_quantisers
+from shmload._building.makers import PipelineMaker
 from shmload._building.options import Keep, Options, require_readable
-from shmload._building.pipeline_maker import PipelineMaker
 from shmload._building.remembered import once
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
-    from shmload._building.maker import Maker
+    from shmload._building.makers import Maker
     from shmload._loading.progress import Callback
 
 # The components of a modular pipeline are decoded ahead with these arguments alone: any other may
@@ -189,13 +189,12 @@ def load_pipeline(
     else:
         maker = PipelineMaker(pipeline_class)
     found, dtype = maker.find(wanted, kwargs, load_pipeline)
-    if isinstance(maker, PipelineMaker) and maker.is_modular:
-        return _load_modular(wanted, pipeline_class, options, kwargs, request, imported)
+    if isinstance(maker, PipelineMaker) and maker.makes_modular(found):
+        return _load_modular(wanted, pipeline_class, options, kwargs)
 
     def build(models: Mapping[str, Any]) -> Any:
         from shmload._building.attempt import load  # a load that is recalled needs none of it
 
-        maker.passes_models = bool(models)
         own = {**own_quantisers(kwargs), **models}
         return load(found, maker, dtype, options, own, title=wanted.title)
 
@@ -216,8 +215,6 @@ def _load_modular(
     pipeline_class: type | str | None,
     options: Options,
     kwargs: Mapping[str, Any],
-    request: prepared.Request | None,
-    imported: tuple[str, ...],
 ) -> Any:
     """Load a modular pipeline: the library makes it, and `load_model` each of its models.
 
@@ -226,8 +223,6 @@ def _load_modular(
         pipeline_class: as for `load_pipeline`.
         options: how to load; devices by component, or for each model.
         kwargs: as for `make_modular`.
-        request: the call, for `prepared.note`.
-        imported: as there.
     """
     devices = options.device_map
 
@@ -249,14 +244,11 @@ def _load_modular(
     is_cold = "diffusers" not in sys.modules
     with whole_libraries(), paused_gc(), _decoding_ahead(wanted, options, kwargs):
         # Not at the top: it imports diffusers.
-        from shmload._building.modular import is_alone, make_modular
+        from shmload._building.modular import make_modular
 
         if is_cold:
             freeze_imports()
-        pipe = make_modular(wanted, pipeline_class, kwargs, by_name, load_pipeline, load_component)
-    if is_alone(pipe, wanted.source):  # else files are not looked at before one is taken
-        prepared.note(request, imported)
-    return pipe
+        return make_modular(wanted, pipeline_class, kwargs, by_name, load_component)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from shmload._building.pipeline_maker import PipelineMaker
+from shmload._building.makers import PipelineMaker
 from shmload._building.recipe import Recipe, identity_of
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
@@ -158,7 +158,7 @@ class Handle:
         found = find_whole_source(wanted)
         _require_pipeline(found)
         with whole_libraries():
-            maker.taken(found)
+            maker.import_classes(found)
         return cls(Recipe.of(wanted, found, pipeline_class))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ def share(
         _require_pipeline(found)
         recipe = Recipe.of(wanted, found, pipeline_class)
         with whole_libraries():
-            taken = maker.taken(found)
+            taken = maker.import_classes(found)
         how = How(stay=Stay.SHARED, workers=workers, verify=verify)
         load = ending.enter_context(complete_load(taken, rules, how, counter))
         # Not inherited by forked children: copies in other processes hold nothing either.

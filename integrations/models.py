@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmload._building.call import noted
 from shmload._building.keys import key_of_load, own_quantisers
-from shmload._building.keywords import explained_keywords
-from shmload._building.model_maker import ModelMaker
+from shmload._building.makers import ModelMaker
 from shmload._building.options import Keep, Options, require_readable
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import Wanted, is_publication
@@ -19,7 +18,7 @@ from shmload._checkpoints.weights import is_single_file
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from shmload._building.maker import Maker
+    from shmload._building.makers import Maker
     from shmload._loading.progress import Callback
 
 
@@ -114,32 +113,31 @@ def load_model(
         source, dtype, None, variant, kwargs, function=load_model, has_others=True
     )
     require_readable(options, kwargs)
-    with explained_keywords(kwargs, load_model, _name_of(cls)):
-        maker: Maker
-        if is_single_file(wanted.source):
-            from shmload._building.blocks_maker import maker_of_file
-            from shmload._building.single_file import bring_single_file
+    maker: Maker
+    if is_single_file(wanted.source):
+        from shmload._building.blocks_maker import maker_of_file
+        from shmload._building.single_file import bring_single_file
 
-            wanted = bring_single_file(wanted)
-            maker = maker_of_file(cls, wanted.source, kwargs)
-        else:
-            maker = ModelMaker(cls, takes_path=not isinstance(source, str))
-        found, dtype = maker.find(wanted, kwargs, load_model)
+        wanted = bring_single_file(wanted)
+        maker = maker_of_file(cls, wanted.source, kwargs)
+    else:
+        maker = ModelMaker(cls, takes_path=not isinstance(source, str))
+    found, dtype = maker.find(wanted, kwargs, load_model)
 
-        def build(models: Mapping[str, Any]) -> Any:
-            from shmload._building.attempt import load  # a load that is recalled needs none of it
+    def build(models: Mapping[str, Any]) -> Any:
+        from shmload._building.attempt import load  # a load that is recalled needs none of it
 
-            own = own_quantisers(kwargs)
-            return load(found, maker, dtype, options, own, title=wanted.title)
+        own = own_quantisers(kwargs)
+        return load(found, maker, dtype, options, own, title=wanted.title)
 
-        key = key_of_load(cls, found, maker, dtype, options, kwargs)
-        return once(
-            key,
-            build,
-            keep=bool(options.keep),
-            meanwhile=lambda: maker.import_classes(found),
-            on_recall=options.tell_recalled,
-        )
+    key = key_of_load(cls, found, maker, dtype, options, kwargs)
+    return once(
+        key,
+        build,
+        keep=bool(options.keep),
+        meanwhile=lambda: maker.import_classes(found),
+        on_recall=options.tell_recalled,
+    )
 
 
 def _name_of(cls: type | str) -> str:

@@ -42,21 +42,15 @@ NAMES = {
     "torch.utils._python_dispatch:TorchDispatchMode": "an error at import",
     "peft.tuners.tuners_utils:BaseTunerLayer._active_adapter": "`update` leaves it as it is",
     "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters": "`update` leaves it as it is",
-    "accelerate.big_modeling:init_on_device.register_empty_parameter": "models that another "
-    "thread has emptied are an error when they are used",
     "diffusers.hooks.group_offloading:ModuleGroup._init_cpu_param_dict": "nothing says that "
     "streams pin copies",
     "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
     "diffusers.loaders.lora_base:LoraBaseMixin._merged_adapters": "`update` leaves it as it is",
     "diffusers:ModularPipeline._component_specs": "an error of modular pipelines",
     "diffusers.models.modeling_utils:ModelMixin._no_split_modules": "plans divide more modules",
-    "diffusers.pipelines.auto_pipeline:AUTO_TEXT2IMAGE_PIPELINES_MAPPING": "an automatic class "
-    "takes no `components` without controlnet",
-    "diffusers.pipelines.auto_pipeline:_get_task_class": "an error of automatic classes",
     "diffusers.pipelines.pipeline_utils:DiffusionPipeline._load_connected_pipes": "a combined "
     "pipeline is recalled with a prior that has changed",
     "diffusers.pipelines.pipeline_utils:_resolve_dtype": "diffusers warns of the older keyword",
-    "diffusers.utils.import_utils:BACKENDS_MAPPING": "an error names no package",
     "diffusers.utils.import_utils:DummyObject": "the library's own error for a missing package",
     "diffusers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
     "transformers:AutoModel._model_mapping": _CASTS,
@@ -96,8 +90,6 @@ ADAPTER_STATE = frozenset(
 """Attributes that say what the weights of adapters do: of peft's layers, of models that have such
 layers, of pipelines, and of diffusers' layers of IP adapters."""
 
-EMPTYING = "register_empty_parameter"
-"""The function that accelerate puts in the place of a method of torch's modules."""
 OWN_HASH = "_original_object_hash"
 """Where a config of generation keeps its own hash, which differs in each process."""
 WRAPPED = "decode"
@@ -311,14 +303,6 @@ def is_missing(found: type) -> bool:
     return type(found).__name__ == "DummyObject"
 
 
-def missing_backends(found: type) -> list[str]:
-    """Return the packages that such a class needs, by the libraries' names for them."""
-    home = f"{found.__module__.partition('.')[0]}.utils.import_utils:BACKENDS_MAPPING"
-    mapping = find(home) or {}
-    names = vars(found).get("_backends", ())
-    return [name for name in names if name in mapping and not mapping[name][0]()]
-
-
 # diffusers ----------------------------------------------------------------------------------------
 
 
@@ -342,16 +326,6 @@ def takes_connected(pipeline_class: Any) -> bool:
 def component_specs(modular: Any) -> dict[str, Any]:
     """Return the specs of a modular pipeline's components by name; they are its own."""
     return dict(modular._component_specs)
-
-
-def class_for_task(task: str | None, asked: Any, source_class: str) -> Any:
-    """Return the class that an automatic class for a task chooses, or the asked one itself."""
-    from diffusers.pipelines import auto_pipeline
-
-    mapping = getattr(auto_pipeline, f"AUTO_{task}_PIPELINES_MAPPING", None)
-    if mapping is None or not source_class:
-        return asked
-    return auto_pipeline._get_task_class(mapping, source_class)
 
 
 # transformers -------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from shmload._building.prepared import Prepared, Request, put
 from shmload._building.unchanged import Facts
 from shmload._host.fingerprint import files_below
 from shmload._loading.verbs import plan
-from shmload._segments.messages import factory_restored
 from shmload._segments.parking import park
 from shmload._segments.view import remove_dead_views
 
@@ -65,7 +64,7 @@ def prepare(request: Request) -> set[int]:
     try:
         folder = os.path.join(request.folder or "/", request.source)
         files = files_below(folder)
-        with factory_restored(), _context_restored():
+        with _context_restored():
             pipeline, draws = load_ahead(request)
         facts = Facts(folder, files, [pipeline, *pipeline.components.values()])
     finally:

@@ -1,6 +1,6 @@
 """One call of `load_pipeline` or `load_model`: the ways for its weights, tried in turn.
 
-    shared segments -> a ring -> segments -> segments without conversion
+    shared segments -> a ring -> segments
 
 Each way names the errors by which a load finds out that it is closed; any other error ends the
 call.
@@ -12,14 +12,12 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from shmload._building.fit import Fit
-from shmload._building.libraries import Said, said_here
-from shmload._building.maker import Maker, NotToBeCast
+from shmload._building.makers import Maker
 from shmload._building.options import Options
 from shmload._building.route import Route, choose_route
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
@@ -27,10 +25,8 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._decoding.ring import Ring
-from shmload._devices.destination import BytesNeeded, Destination
+from shmload._devices.destination import BytesNeeded
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
-from shmload._host.descriptors import Inode
-from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress, Step
 from shmload._loading.ranks import linger
@@ -48,8 +44,6 @@ class Way(NamedTuple):
 
     stay: Stay
     ring: Ring | None = None
-    is_cast: bool = True
-    """False: the segments get the stored dtypes."""
     gives_up_on: tuple[type[Exception], ...] = ()
     """Errors by which the way is closed, and the next one is tried."""
     closed: str = ""
@@ -83,31 +77,28 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
     progress: Progress
-    said: Said
-    """What the libraries have logged, which another build does not repeat."""
-    inodes: set[Inode]
-    """The inodes of all segments that were mapped for it."""
 
     def run(self) -> Any:
         """Load by the first way that is open, and return what was built."""
         before = sys.exception()
         try:
             ways = self._ways()
-            way = next(ways)
             while True:
-                try:
-                    with way.ring or contextlib.nullcontext():
+                way = next(ways)
+                with way.ring or contextlib.nullcontext():
+                    try:
                         return self._go(way)
-                except NotToBeCast:
-                    after, reason = way._replace(is_cast=False), ""
-                except way.gives_up_on as exc:
-                    after, reason = None, str(exc)
-                # Not in the blocks above: in them the exception keeps half-built models alive.
-                if after is None:
-                    self._note(way, reason)
-                way = after or next(ways)
+                    except way.gives_up_on as exc:
+                        reason = str(exc)
+                # Not in the block above: in it the exception keeps half-built models alive.
+                if way.ring and self.route.destination:
+                    self.route.destination.require_no_limit(self.source, reason)
+                logger.log(way.level, "%s: %s", self.source.given, way.closed)
         except BaseException as exc:
-            self._release(exc, before)
+            # Modules live on in the locals of the functions that the error passed through, and
+            # hooks and modules refer to each other: nothing of them is to stay mapped.
+            forget_locals(exc, before)
+            gc.collect()
             raise
 
     def _ways(self) -> Iterator[Way]:
@@ -118,34 +109,61 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             yield RING._replace(ring=ring)
         yield Way(self.options.stay)
 
-    def _note(self, way: Way, reason: str) -> None:
-        if way.ring and self.route.destination:
-            self.route.destination.require_no_limit(self.source, reason)
-        logger.log(way.level, "%s: %s", self.source.given, way.closed)
-
-    def _release(self, error: BaseException, before: BaseException | None) -> None:
-        """Let go of all that was built, after an error: nothing stays mapped.
+    def _go(self, way: Way, *, is_cast: bool = True) -> Any:
+        """Load by a way; once more without conversion if the segments have the wrong dtypes.
 
         Args:
-            error: the error.
-            before: as for `forget_locals`.
+            way: for the weights.
+            is_cast: False if the segments get the stored dtypes.
         """
-        # Modules live on in the locals of the functions that the error passed through.
-        forget_locals(error, before)
-        # Hooks and modules refer to each other. To collect takes some tenths of a second.
-        if mappings(self.inodes):
-            gc.collect()
+        with contextlib.ExitStack() as loads:
+            taken, rules, load = self._begin(loads, way, is_cast=is_cast)
+            # Not at the top: importing torch takes a second, while workers already decode.
+            import torch
 
-    def _go(self, way: Way) -> Any:
-        """Begin a load by the likely rules, import its classes while it decodes, and build.
+            from shmload._building.build import Build
+
+            state = torch.get_rng_state()
+            build = Build(taken, self.maker, rules, load, self.dtype, self.kwargs)
+            try:
+                with self.progress.steps.during(Step.BUILDING):
+                    made = build.run()
+                    if not (is_cast and build.was_cast_wrongly(made)):
+                        build.finish(made, self._place_by(load, way), verify=self.options.verify)
+                        # Shared segments stay until every rank on this host has attached them.
+                        if way.stay is Stay.SHARED and local_world_size() > 1:
+                            linger(load.holdings.segments())
+                        return made
+                if way.ring:
+                    raise BytesNeeded
+            except BytesNeeded:
+                # The libraries draw missing weights at random: the next build draws the same ones.
+                torch.set_rng_state(state)
+                raise
+            del made
+            load.discard()
+        torch.set_rng_state(state)
+        return self._go(way, is_cast=False)
+
+    def _begin(
+        self, loads: contextlib.ExitStack, way: Way, *, is_cast: bool
+    ) -> tuple[Source, Rules, Load]:
+        """Begin a load by the likely rules, and import its classes while it decodes.
 
         To import them is most of a cold process's time. If they contradict those rules, or take
         other files, the load is discarded and begun again by the right ones.
+
+        Args:
+            loads: ends the loads.
+            way: for the weights.
+            is_cast: as for `_go`.
+
+        Returns:
+            The source as the classes take it, the rule of each component, and the load.
         """
         steps = self.progress.steps
         is_cold = "diffusers" not in sys.modules
-        expected = self.maker.foresee(self.source) or self.source
-        rules = self._rules(expected, way, self.maker.likely_rule)
+        rules = self._rules(self.source, self.maker.likely_rule, is_cast=is_cast)
         begin = functools.partial(
             Load,
             stay=way.stay,
@@ -154,61 +172,45 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             ring=way.ring,
             may_link=self.options.may_link,
         )
-        with contextlib.ExitStack() as loads:
-            load = loads.enter_context(begin(expected, rules, parent_is_busy=is_cold))
-            doing = "importing diffusers, transformers and torch" if is_cold else ""
-            with steps.during(Step.IMPORTING, doing):
-                taken = self.maker.import_classes(self.source)
-                if is_cold:
-                    freeze_imports()
-            if self.fit:
-                self.fit.require(taken)
-            with steps.during(Step.DERIVING_RULES):
-                certain = self._rules(taken, way, self.maker.rule)
-            if (certain, _shards(taken)) != (rules, _shards(expected)):
-                load.discard()
-                if way.ring:
-                    way.ring.reset()
-                load = loads.enter_context(begin(taken, certain, parent_is_busy=False))
-            made = self._build(taken, load, certain, way)
-            # Shared segments stay until every rank on this host has attached them.
-            if way.stay is Stay.SHARED and local_world_size() > 1:
-                linger(load.holdings.segments())
-            return made
+        load = loads.enter_context(begin(self.source, rules, parent_is_busy=is_cold))
+        doing = "importing diffusers, transformers and torch" if is_cold else ""
+        with steps.during(Step.IMPORTING, doing):
+            taken = self.maker.import_classes(self.source)
+            import shmload._building.build  # noqa: F401 for the build
+
+            if is_cold:
+                freeze_imports()
+        if self.fit:
+            self.fit.require(taken)
+        with steps.during(Step.DERIVING_RULES):
+            certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
+        if certain != rules:
+            load.discard()
+            if way.ring:
+                way.ring.reset()
+            load = loads.enter_context(begin(taken, certain, parent_is_busy=False))
+        return taken, certain, load
 
     def _rules(
-        self, source: Source, way: Way, choose: Callable[[Checkpoint, object], Rule]
+        self, source: Source, choose: Callable[[Checkpoint, object], Rule], *, is_cast: bool
     ) -> Rules:
-        if not way.is_cast or self.route.is_bypassed:
-            return dict.fromkeys(
-                (each.component for each in source.checkpoints), self.maker.uncast_rule
-            )
+        if not is_cast or self.route.is_bypassed:
+            return {each.component: self.maker.uncast_rule for each in source.checkpoints}
         return {each.component: choose(each, self.dtype) for each in source.checkpoints}
 
-    def _build(self, source: Source, load: Load, rules: Rules, way: Way) -> Any:
-        """Build it and copy it to its devices."""
-        # Not at the top: importing torch takes a second, while workers already decode.
-        from shmload._building.build import Build
-
+    def _place_by(self, load: Load, way: Way) -> Callable[[Any], object] | None:
+        """Return what copies what was built to its devices; None if it stays on the host."""
         destination = self.route.destination
-        place = None
-        if destination:
-            place = functools.partial(self._place, destination, load, way.ring)
-        self.inodes.update(load.holdings.inodes())
-        build = Build(
-            *(source, self.maker, rules, load, self.dtype, self.kwargs, place, self.said),
-        )
-        with self.progress.steps.during(Step.BUILDING):
-            return build.run(verify=self.options.verify, may_be_wrong=way.is_cast)
-
-    def _place(self, destination: Destination, load: Load, ring: Ring | None, made: Any) -> None:
+        if destination is None:
+            return None
         # Not at the top: it imports torch.
         from shmload._building.placing import place_models, place_pipeline
 
         if self.maker.is_of_pipelines:
-            place_pipeline(made, destination, load, ring)
-        else:
-            place_models({"": self.maker.part(made, "")}, destination, load, ring)
+            return lambda made: place_pipeline(made, destination, load, way.ring)
+        return lambda made: place_models(
+            {"": self.maker.part(made, "")}, destination, load, way.ring
+        )
 
 
 def load(
@@ -231,9 +233,7 @@ def load(
         title: what the bar and the log call it.
     """
     with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
-        # Where only the class knows which components it takes, the others are not decoded. With a
-        # limit, devices are chosen by the modules of what is taken.
-        if options.is_bounded or maker.foresee(source) is None:
+        if options.is_bounded:  # devices are chosen by the modules of what the class takes
             with progress.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, maker, dtype, options, kwargs)
@@ -251,8 +251,6 @@ def load(
             fit=fit,
             kwargs=kwargs,
             progress=progress,
-            said=said_here(),
-            inodes=set(),
         )
         try:
             made = attempt.run()
@@ -264,7 +262,3 @@ def load(
             raise
     logger.info("%s: loaded: %s", title, progress.steps.describe())
     return made
-
-
-def _shards(source: Source) -> list[tuple[Path, ...]]:
-    return [checkpoint.shards for checkpoint in source.checkpoints]

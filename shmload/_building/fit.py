@@ -9,8 +9,7 @@ beside the workers: how much of an accelerator is free. If that ends the load, i
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from shmload._building.maker import Maker
-from shmload._building.model_maker import is_left_to_library
+from shmload._building.makers import Maker, is_left_to_library
 from shmload._checkpoints.source import Checkpoint, Source, components_with_weights
 from shmload._devices.destination import Destination
 from shmload._loading.progress import Step, Steps

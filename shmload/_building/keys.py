@@ -18,7 +18,7 @@ from shmload._building.keywords import (
     FINDING_KEYWORDS,
     QUANTISING_KEYWORDS,
 )
-from shmload._building.maker import Maker
+from shmload._building.makers import Maker
 from shmload._building.options import Options
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
@@ -95,7 +95,7 @@ def key_of_load(
     ):
         return None
     facts = {
-        "class": [type(maker).__name__, maker.name or cls, source.class_name],
+        "class": [type(maker).__name__, _name_of(cls), source.class_name],
         # Components that are left out are there as None.
         "components": [source.components, source.unread, sorted(kwargs)],
         # An index may name some outside of the source.
@@ -128,6 +128,15 @@ def _is_of_library(cls: type | str | None) -> bool:
     """Tell whether a class is a library's: code of another one may run around a load."""
     module = cls.__module__ if isinstance(cls, type) else (cls or "").rpartition(".")[0]
     return not module or module.partition(".")[0] in _LIBRARIES
+
+
+def _name_of(cls: type | str | None) -> str | None:
+    """Return the name by which a library has a class: by it or by itself it is the same."""
+    if not isinstance(cls, type):
+        return cls
+    name, own = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
+    public = getattr(sys.modules[cls.__module__.partition(".")[0]], name, None)
+    return name if public is cls and name != "AutoModel" else own
 
 
 def _spelled(dtype: object) -> object:

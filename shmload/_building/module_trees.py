@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shmload._building.libraries import libraries
+from shmload._building.libraries import libraries_lock
 from shmload._building.mapped import modules_of
 from shmload._building.rules import (
     find_class,
@@ -149,7 +149,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
     is_known = checkpoint.class_name and checkpoint.config
     if is_known and not checkpoint.config.get("quantization_config"):
         try:
-            with libraries():
+            with libraries_lock:
                 return _from_class(checkpoint, rule, torch_dtype)
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)

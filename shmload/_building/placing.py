@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shmload._building.classes import components_by_name
 from shmload._building.mapped import Spans
 from shmload._building.module_trees import component_of
-from shmload._building.pipeline_maker import components_by_name
 from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import msgspec
 
-from shmload._building.maker import name_class
+from shmload._building.classes import name_class
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.identity import lasting_key
 from shmload._checkpoints.own_dtypes import settle_dtype

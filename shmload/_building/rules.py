@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging import version
 
-from shmload._building.libraries import libraries
+from shmload._building.libraries import libraries_lock
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.source import Checkpoint
@@ -31,7 +31,7 @@ _WIDENED = Rule(target="F32", is_widening=True)
 
 def import_libraries() -> None:
     """Import what `derive_rule` needs."""
-    with libraries():
+    with libraries_lock:
         import diffusers
         import transformers
 
@@ -51,7 +51,7 @@ def derive_rule(
     Returns:
         The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
-    with libraries():
+    with libraries_lock:
         import transformers
         from diffusers import ModelMixin
         from transformers import PreTrainedModel

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from shmload._building.keywords import require_taken_by_file
-from shmload._building.maker import Maker, find_class_named, require_installed, with_dtype
+from shmload._building.classes import components_by_name, find_class, require_class
+from shmload._building.keywords import require_no_slip
+from shmload._building.makers import Maker, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule
@@ -81,10 +81,10 @@ class SingleFileMaker(Maker):
     argument = "cls"
 
     def __init__(self, wanted: object) -> None:
-        if not isinstance(wanted, str):
-            _require_method(wanted, self.argument)
         self._wanted = wanted
         self._class: Any = None
+        if not isinstance(wanted, str):
+            self._class = require_class(wanted, self.argument, _METHOD)
 
     def find(
         self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
@@ -94,38 +94,22 @@ class SingleFileMaker(Maker):
         if self.is_of_pipelines and format_with_blocks(wanted.source):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
-        with whole_libraries():
-            require_taken_by_file(kwargs, function, self.find_class)
+        require_no_slip(kwargs, function)
         return found, self.settle_dtype(wanted.dtype, found)
 
     def import_classes(self, source: Source) -> Source:
-        """Import the class, and the module that builds by it.
+        """Import the class.
 
         Raises:
             ArgumentError: there is no class of that name, or it loads no single files.
         """
-        import shmload._building.build  # noqa: F401 with it, torch
+        import diffusers
+        import transformers  # whose models are refused by name
 
-        self.find_class()
-        return source
-
-    def find_class(self) -> Any:
-        """Return the class; it imports diffusers.
-
-        Raises:
-            ArgumentError: as `import_classes`.
-        """
         if self._class is None:
-            import diffusers
-
-            found = self._wanted
-            if isinstance(found, str):
-                import transformers  # whose models it refuses by name
-
-                found = find_class_named(found, self.argument, [diffusers, transformers])
-                _require_method(found, self.argument)
-            self._class = found
-        return self._class
+            libraries = [diffusers, transformers]
+            self._class = find_class(str(self._wanted), self.argument, libraries, _METHOD)
+        return source
 
     def settle_dtype(self, dtype: object, source: Source) -> object:
         """Return the dtype, with a name in place of `auto`.
@@ -191,8 +175,6 @@ class SinglePipelineMaker(SingleFileMaker):
 
     def parts(self, made: Any) -> Mapping[str, Any]:
         """Return all components by name."""
-        from shmload._building.pipeline_maker import components_by_name
-
         return components_by_name(made)
 
 
@@ -213,19 +195,3 @@ def _class_name_in(config: object, hub: Hub) -> str:
             f"'StableDiffusionPipeline', or a config with a model_index.json (config is {config!r})"
         )
     return found
-
-
-def _require_method(found: object, argument: str) -> None:
-    """Check that a value is a class that loads single files.
-
-    Raises:
-        ArgumentError: it is not.
-        LibraryMissing: packages that it needs are missing.
-    """
-    if isinstance(found, type):
-        require_installed(found)
-    if not isinstance(found, type) or not hasattr(found, _METHOD):
-        raise ArgumentError(
-            f"{argument} is {getattr(found, '__name__', found)!r}, which loads no single files: it "
-            f"has no `{_METHOD}`; give a class of diffusers that has one, or a directory as source"
-        )

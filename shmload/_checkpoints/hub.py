@@ -200,7 +200,7 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
             # diffusers knows which of a repository's files a pipeline needs.
             given = {name: value for name, value in kwargs.items() if name != "subfolder"}
             given |= {**where, "variant": wanted.variant}
-            return Path(library("pipeline_maker").download(repo_id, **given))
+            return Path(library("makers").download(repo_id, **given))
         files = files_of_model(names, wanted, kwargs)
         patterns = [glob.escape(each) for each in files]
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **where))

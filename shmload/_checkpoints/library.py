@@ -100,7 +100,7 @@ def _require_whole_torch() -> None:
         raise ImportCutShort(package)
 
 
-def library(module: Literal["module_trees", "pipeline_maker", "rules"]) -> Any:
+def library(module: Literal["makers", "module_trees", "rules"]) -> Any:
     """Import a module of `_building`, which answers with the help of the model libraries.
 
     Raises:

@@ -79,8 +79,8 @@ def _is_free(lock: Any) -> bool:
 def forks_wait() -> Iterator[None]:
     """Have forks in other threads wait for the end of the block, for some seconds at most.
 
-    For blocks of milliseconds. `subprocess` waits until a pipe has no other end; a child that is
-    forked meanwhile has that end, and would keep it.
+    For blocks of some tenths of a second, as to build a model, which patches torch. `subprocess`
+    waits until a pipe has no other end; a child that is forked meanwhile would keep that end.
     """
     with _forking:
         yield

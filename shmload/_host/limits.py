@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from shmload._wording import format_nbytes
 from shmload.errors import CapacityError, MemoryLimitExceeded, ProcessLimitExceeded, ShmloadError
@@ -151,6 +151,19 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
             return
         yield error
         error = error.__cause__ or error.__context__
+
+
+def repair_errors(error: BaseException | None, repair: Callable[[str], str]) -> None:
+    """Repair the texts of an error and of its causes in place.
+
+    Args:
+        error: changed in place.
+        repair: returns a text with the right paths.
+    """
+    for found in chain_of(error):
+        found.args = tuple(repair(each) if isinstance(each, str) else each for each in found.args)
+        if isinstance(found, OSError) and isinstance(found.filename, str):
+            found.filename = repair(found.filename)
 
 
 def is_lack_of_memory(exc: BaseException | None) -> bool:

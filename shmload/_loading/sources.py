@@ -52,7 +52,7 @@ def find_with_rules(
         if not found.is_pipeline:
             raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
         with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
-            found = library("pipeline_maker").PipelineMaker(pipeline_class).taken(found)
+            found = library("makers").PipelineMaker(pipeline_class).import_classes(found)
     return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
 
 

@@ -17,6 +17,7 @@ from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
+from shmload._host.limits import repair_errors
 from shmload._loading.plan import Plan
 from shmload._loading.progress import Callback, Progress, Step, describe_times
 from shmload._loading.shard import open_checkpoint
@@ -25,7 +26,6 @@ from shmload._placement.inventory import Inventory, choose_inventory, without_ho
 from shmload._placement.placement import place
 from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
-from shmload._segments.messages import LentPath, repair_errors, repaired_messages
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
 from shmload._segments.view import View
@@ -294,12 +294,10 @@ def view(
         note = _note_of_left_out(found, variant)
         if note:
             logger.warning("%s", note)
-        repair = LentPath(str(lent.path), str(found.root))
         try:
-            with repaired_messages(repair):
-                yield lent.path
+            yield lent.path
         except Exception as exc:
-            repair_errors(exc, repair.text)
+            repair_errors(exc, lambda text: text.replace(str(lent.path), str(found.root)))
             for each in filter(None, (note, _note_of_other_name(found, str(exc)))):
                 exc.add_note(f"shmload: {each}")
             raise

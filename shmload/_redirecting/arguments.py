@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import PosixPath
-from types import CodeType
+from types import CodeType, NoneType
 from typing import Any, NamedTuple
 
-from shmload._building.keywords import KEYWORDS, Keyword
+from shmload._building.keywords import BYPASSING_KEYWORDS
 from shmload._checkpoints.wanted import named_arguments
 from shmload._redirecting.patches import LIBRARIES, OF_FILES, OF_PIPELINES, Kind, layers
 from shmload.integrations.diffusers import load_pipeline
@@ -17,10 +17,60 @@ _HINTS = ("_from_pipeline", "_commit_hash")
 _ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
 _TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DTYPES = ("dtype", "torch_dtype")
+_PATH = (str, PosixPath, NoneType)
+_TEXT = (str, NoneType)
+_OF_ALL = {
+    "cache_dir": _PATH,
+    "local_files_only": (bool, NoneType),
+    "revision": _TEXT,
+    "token": (str, bool, NoneType),
+    "variant": _TEXT,
+}
+_OF_A_FILE = {"config": _PATH, "original_config": _PATH, "subfolder": _TEXT}
+_OF_A_MODEL = {"output_loading_info": (bool,), "subfolder": _TEXT}
+# Values that change nothing: defaults, and what the libraries' own functions pass, such as
+# `transformers.pipeline`. They are dropped; with other values the library loads.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        (
+            "adapter_kwargs",
+            "code_revision",
+            "config",
+            "custom_pipeline",
+            "custom_revision",
+            "device_map",
+            "max_memory",
+            "offload_folder",
+            "offload_state_dict",
+            "proxies",
+            "quantization_config",
+            "use_onnx",
+        ),
+        (None,),
+    ),
+    **dict.fromkeys(
+        (
+            "disable_mmap",
+            "force_download",
+            "ignore_mismatched_sizes",
+            "load_connected_pipeline",
+            "output_loading_info",
+            "use_flashpack",
+        ),
+        (False,),
+    ),
+    "low_cpu_mem_usage": (True,),
+    "subfolder": ("",),
+    "trust_remote_code": (False, None),
+    "weights_only": (True,),
+}
 # Arguments of shmload's functions, which mean nothing to the libraries.
 _OWN = (named_arguments(load_pipeline) | named_arguments(load_model)).difference(
-    (name for name, keyword in KEYWORDS.items() if keyword.passed or keyword.neutral), _DTYPES
+    _OF_ALL, _OF_A_MODEL, _NEUTRAL, _DTYPES
 )
+_THEIRS = _OWN.union(_NEUTRAL, BYPASSING_KEYWORDS)
+# Components that the library's method names in its own text.
+_COMPONENTS = ("scheduler", "tokenizer")
 
 
 class InDoubt(Exception):
@@ -74,12 +124,11 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     Raises:
         InDoubt: it is left to the library.
     """
-    keyword = KEYWORDS.get(name, Keyword()) if name in known else Keyword()
-    taker = "F" if kind in OF_FILES else "P" if kind in OF_PIPELINES else "M"
-    if any(value is neutral for neutral in keyword.neutral):
+    if name in known and any(value is neutral for neutral in _NEUTRAL.get(name, ())):
         return False
-    if taker in keyword.passed:
-        if type(value) not in keyword.types or value == "":
+    of_kind = _OF_A_FILE if kind in OF_FILES else {} if kind in OF_PIPELINES else _OF_A_MODEL
+    if name in known and (types := (_OF_ALL | of_kind).get(name)):
+        if type(value) not in types or value == "":
             raise InDoubt(f"{name}={value!r}")
         return value is not None
     if name == "use_safetensors" and name in known:
@@ -97,8 +146,8 @@ def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> 
     elif name == "attn_implementation" and kind == "transformers model":
         if type(value) is str and value in _ATTENTIONS:
             return True
-    elif kind in OF_PIPELINES and name not in _OWN and name not in KEYWORDS:
-        return True  # a component or an argument of the class; `load_pipeline` refuses others
+    elif kind in OF_PIPELINES and (name in _COMPONENTS or name not in _THEIRS.union(known)):
+        return True  # a component or an argument of the class
     raise InDoubt(f"{name}={_short(value)}")
 
 

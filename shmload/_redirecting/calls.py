@@ -1,12 +1,11 @@
 """Answers one call of a method that loads: through shared memory, or else by the library."""
 
-import contextlib
 import logging
 import sys
 import time
 from typing import Any
 
-from shmload._building.libraries import Said, inside, is_inside
+from shmload._building.libraries import inside, is_inside
 from shmload._compat import dtype_keyword, find
 from shmload._redirecting.arguments import Call, InDoubt, names_known, read_call
 from shmload._redirecting.patches import (
@@ -22,7 +21,6 @@ from shmload._redirecting.sources import (
     require_known_source,
     require_ordinary_surroundings,
 )
-from shmload._segments.messages import message_of, repaired_messages
 from shmload._wording import logger_of, printing
 from shmload.errors import (
     CapacityError,
@@ -55,7 +53,6 @@ def answer(
     source = args[0] if args else kwargs.get(patch.path_argument)
     what = f"{cls.__name__}.{patch.method}({source!r})"
     level = logging.INFO
-    said: Said = set()
     try:
         call = _read(patch, cls, args, kwargs)
     except InDoubt as exc:
@@ -63,7 +60,7 @@ def answer(
     except Exception as exc:  # whatever it is, the library can load
         reason = f"{type(exc).__name__}: {exc}"
     else:
-        made, failure, said = _load(patch.kind, cls, call, options)
+        made, failure = _load(patch.kind, cls, call, options)
         if failure is None:
             _warn_as_the_library(patch.kind, kwargs)
             taken_s = time.monotonic() - began_at
@@ -74,8 +71,7 @@ def answer(
             level = logging.WARNING
         del failure  # its traceback holds what was built
     _say(options, level, f"{what}: by the library: {reason}")
-    muted = repaired_messages(_Muted(said)) if said else contextlib.nullcontext()
-    with inside(), muted:
+    with inside():
         return patch.call_original(cls, args, kwargs)
 
 
@@ -118,8 +114,8 @@ def _base(patch: Patch) -> Any:
     return PreTrainedModel
 
 
-def _load(kind: Kind, cls: Any, call: Call, options: Options) -> tuple[Any, Exception | None, Said]:
-    """Load by shmload; return what was made, or what went wrong, and what the libraries logged.
+def _load(kind: Kind, cls: Any, call: Call, options: Options) -> tuple[Any, Exception | None]:
+    """Load by shmload; return what was made, or what went wrong.
 
     Random numbers that a failed load has drawn are given back: the library will draw them.
     """
@@ -127,7 +123,7 @@ def _load(kind: Kind, cls: Any, call: Call, options: Options) -> tuple[Any, Exce
 
     generator_state = torch.get_rng_state()
     given: dict[str, Any] = {"keep": options.keep, "share": False, "progress": False}
-    with inside() as said:
+    with inside():
         try:
             if kind in OF_PIPELINES:
                 made: Any = load_pipeline(
@@ -137,8 +133,8 @@ def _load(kind: Kind, cls: Any, call: Call, options: Options) -> tuple[Any, Exce
                 made = load_model(cls, call.source, dtype=call.dtype, **given, **call.kwargs)
         except Exception as exc:  # the library may do better; else its own error is the right one
             torch.set_rng_state(generator_state)
-            return None, exc, said
-    return made, None, said
+            return None, exc
+    return made, None
 
 
 def _warn_as_the_library(kind: Kind, kwargs: dict[str, Any]) -> None:
@@ -155,24 +151,6 @@ def _warn_as_the_library(kind: Kind, kwargs: dict[str, Any]) -> None:
         for text in sorted(names_known(method)):
             if text.startswith(_DEPRECATED):
                 modeling_utils.logger.warning_once(text)
-
-
-class _Muted:
-    """Hides what the libraries say a second time."""
-
-    def __init__(self, said: Said) -> None:
-        self._said = said
-
-    def repair_record(self, record: logging.LogRecord) -> None:
-        """Hide a log record from all handlers, if it was said before."""
-        key = (record.name, record.levelno, message_of(record))
-        if key in self._said:
-            self._said.remove(key)
-            record.levelno = -1  # below the level of any handler
-
-    def repair_warning(self, filename: str, text: str) -> str:
-        """Return the text as it is."""
-        return text
 
 
 def _say(options: Options, level: int, text: str) -> None:

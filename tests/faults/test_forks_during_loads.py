@@ -16,8 +16,7 @@ import torch
 import tqdm
 
 import shmload
-from shmload._building import build
-from shmload._building.libraries import libraries, libraries_lock
+from shmload._building.libraries import libraries_lock
 from shmload._checkpoints.library import whole_libraries
 from shmload._host import changes
 from shmload._host.changes import Change, table
@@ -25,7 +24,6 @@ from shmload._host.collector import paused_gc
 from shmload._host.descriptors import close, try_lock
 from shmload._redirecting import switch
 from shmload._results.claim import FolderLock
-from shmload._segments.messages import LentPath, repaired_messages
 from shmload.integrations import handles, switching
 
 PACKAGE = Path(shmload.__file__).parent
@@ -36,24 +34,6 @@ COUNT = int(os.environ.get("SHMLOAD_TEST_FORKS", "10"))
 # which nothing else of the package may be imported.
 ELSEWHERE = {"_host/changes.py", "_templates/stash.py"}
 _WAIT_S = 60
-
-
-# transformers gives a module of its own only once it is imported by its name.
-initialization = importlib.import_module("transformers.initialization")
-modeling = importlib.import_module("transformers.modeling_utils")
-
-
-@contextlib.contextmanager
-def patched():
-    with (
-        libraries(),
-        modeling.local_torch_dtype(torch.bfloat16),
-        modeling.set_quantized_state(),
-        initialization.no_init_weights(),
-        initialization.no_tie_weights(),
-        initialization.meta_device_safe_creation_ops(),
-    ):
-        yield
 
 
 MODULE = f"import sys; sys.modules['{__name__}'].at_middle.run(); COMPLETE = True"
@@ -107,10 +87,7 @@ def holds(tmp_path, saved):
         "exclusive locks of files": file_locked,
         "bars of the libraries": bar_shown,
         "the garbage collector": paused_gc,
-        "how warnings are shown": lambda: repaired_messages(LentPath("/lent", "/source")),
-        "the variable of loading threads": build._no_loading_threads.made,
         "the libraries": lambda: libraries_lock,
-        "what the libraries patch": patched,
         "the pipelines of handles": lambda: handles._loading,
         "the switch of redirect": lambda: switch._lock,
         "leases of one process": shared,

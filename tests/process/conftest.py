@@ -180,13 +180,13 @@ def remembers(configure, monkeypatch):
 def built(monkeypatch):
     """Count how often the libraries build models."""
     calls = []
-    build_models = Build._build_models
+    build_models = Build.run
 
     def count(*args, **kwargs):
         calls.append(None)  # a build keeps what it was given
         return build_models(*args, **kwargs)
 
-    monkeypatch.setattr(Build, "_build_models", count)
+    monkeypatch.setattr(Build, "run", count)
     return calls
 
 

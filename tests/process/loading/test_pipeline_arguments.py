@@ -10,7 +10,6 @@ import diffusers
 import pytest
 import torch
 from comparing import assert_equal, assert_loads_equal, reference
-from traces import Messages
 
 import shmload
 from shmload._building.attempt import Attempt
@@ -37,17 +36,6 @@ def test_component_passed_as_none_is_left_out(saved, evicts):
     decoded = {Path(info.source).parent.name for info in shmload.segments()}
     assert decoded == {"text_encoder", "unet", "vae"}
     assert_loads_equal(source, "bf16", safety_checker=None)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "warns"), [({"components": ["vae"]}, False), ({"safety_checker": None}, True)]
-)
-def test_only_a_safety_checker_that_is_passed_as_none_was_disabled(saved, chosen, warns):
-    with Messages() as messages:
-        pipe = shmload.load_pipeline(saved("stable-diffusion"), **chosen)
-    assert pipe.safety_checker is None
-    assert pipe.config.requires_safety_checker
-    assert ("disabled the safety checker" in str(messages.texts)) is warns
 
 
 def test_tokenizer_and_scheduler_passed_in_are_the_ones_used(saved):

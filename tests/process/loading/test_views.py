@@ -2,10 +2,8 @@
 
 import gc
 import json
-import logging
 import os
 import subprocess
-import warnings
 
 import pytest
 import torch
@@ -52,29 +50,6 @@ def test_view_can_be_read_by_its_user_whatever_the_umask(folder):
             assert path.stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
-
-
-def test_messages_in_a_view_name_the_source(checkpoint, folder, monkeypatch, caplog):
-    shown = []
-
-    def show(message, *where):
-        shown.append(str(message))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", show)
-        outer = shmload.view(folder)
-        with shmload.view(checkpoint) as path, outer as other:
-            logging.getLogger("somebody").warning("reading %s of %s", path, other / "config.json")
-            warnings.warn(f"{path} is old", UserWarning, stacklevel=1)
-        assert warnings.showwarning is show
-        logging.getLogger("somebody").warning("later %s", path)
-    wanted = f"reading {checkpoint} of {folder / 'config.json'}"
-    assert [record.message for record in caplog.records if record.name == "somebody"] == [
-        wanted,
-        f"later {path}",
-    ]
-    assert shown == [f"{checkpoint} is old"]
 
 
 def test_view_is_removed_whatever_happens_in_it(checkpoint, shm_names):

@@ -84,7 +84,7 @@ _PIPELINES = [
     (diffusers.AutoPipelineForText2Image, {"torch_dtype": _BF16}, "shmload"),
     (diffusers.AutoPipelineForImage2Image, {"safety_checker": None}, "shmload"),
     (diffusers.AutoPipelineForInpainting, {}, "shmload"),
-    (diffusers.AutoPipelineForText2Image, {"enable_pag": True}, "shmload"),
+    (diffusers.AutoPipelineForText2Image, {"enable_pag": True}, "library"),
     (diffusers.AutoPipelineForText2Image, {"no_such_argument": 1}, "shmload"),
     (diffusers.FluxPipeline, {}, "library"),
     (MyPipeline, {"torch_dtype": _FP16}, "shmload"),

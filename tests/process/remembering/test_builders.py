@@ -25,12 +25,12 @@ os.environ["SHMLOAD_REMEMBER"] = "1"
 from shmload._building import build, remembered
 from shmload._settings import settings
 settings.cache_clear()
-finish = build.Build._build_models
+finish = build.Build.run
 def stop(self):
     print("BUILDS", flush=True)
     sys.stdin.readline()
     return finish(self)
-build.Build._build_models = stop
+build.Build.run = stop
 shmload.load_pipeline(sys.argv[1], dtype="bfloat16", keep=True, progress=False)
 print("DONE", flush=True)
 sys.stdin.read()

@@ -334,20 +334,20 @@ def test_pipeline_that_takes_a_prior_from_elsewhere_is_built_each_time(saved, bu
 
 def test_source_that_changes_while_it_is_built_is_not_kept(copied, monkeypatch):
     source = copied("stable-diffusion")
-    build = Build._build_models
+    build = Build.run
 
     def change(self):
         change_scheduler(source, monkeypatch)
         return build(self)
 
-    monkeypatch.setattr(Build, "_build_models", change)
+    monkeypatch.setattr(Build, "run", change)
     load(source)
     assert kept() == []
 
 
 def test_load_within_a_load_of_the_same_does_not_wait(saved, monkeypatch):
     source = saved("stable-diffusion")
-    build, within = Build._build_models, []
+    build, within = Build.run, []
 
     def load_too(self):
         if not within:
@@ -355,7 +355,7 @@ def test_load_within_a_load_of_the_same_does_not_wait(saved, monkeypatch):
             within[:] = [load(source)]
         return build(self)
 
-    monkeypatch.setattr(Build, "_build_models", load_too)
+    monkeypatch.setattr(Build, "run", load_too)
     assert_equal(load(source), within.pop())
     assert kept() == ["whole"]
 

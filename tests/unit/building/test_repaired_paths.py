@@ -1,19 +1,19 @@
-"""Paths of a view are replaced in objects, log records and errors."""
+"""Paths of a view are replaced in objects and in errors."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from shmload._building.paths import PathRepair
+from shmload._host.limits import repair_errors
 
 _VIEW = Path("/dev/shm/shmload-0-view-0123")
 
 
 @pytest.fixture
 def repair():
-    return PathRepair(_VIEW, "models/sd", "models/sd", set())
+    return PathRepair(_VIEW, "models/sd", "models/sd")
 
 
 class _Holder:
@@ -51,26 +51,9 @@ def test_strings_are_repaired_wherever_they_are(repair):
 def test_what_the_user_gave_stands_for_the_root():
     given = Path("models/sd")
     held = _Holder(root=str(_VIEW), part=f"{_VIEW}/unet")
-    PathRepair(_VIEW, "models/sd/", given, set()).repair(held)
+    PathRepair(_VIEW, "models/sd/", given).repair(held)
     assert held.root is given
     assert held.part == "models/sd/unet"
-
-
-def test_log_records_are_repaired_only_meanwhile(repair, caplog):
-    logger = logging.getLogger("some.library")
-    with repair.in_messages():
-        logger.warning("no weights in %s", _VIEW / "unet")
-    logger.warning("%s is left alone", _VIEW)
-    assert caplog.messages == ["no weights in models/sd/unet", f"{_VIEW} is left alone"]
-
-
-def test_what_a_second_build_says_again_is_not_heard(caplog):
-    said = set()
-    for texts in (["one", "one", "two"], ["one", "two", "three"]):
-        with PathRepair(_VIEW, "models/sd", "models/sd", said).in_messages():
-            for text in texts:
-                logging.getLogger("transformers.x").error("%s in %s", text, _VIEW)
-    assert caplog.messages == [f"{text} in models/sd" for text in ("one", "one", "two", "three")]
 
 
 @pytest.mark.parametrize("is_cause", [True, False])
@@ -84,9 +67,8 @@ def test_error_and_the_one_before_it_are_repaired(repair, is_cause):
                 raise error from exc
             raise error  # noqa: B904 as a library may: a traceback shows the other error too
 
-    with (
-        pytest.raises(ValueError, match=r"^cannot load models/sd/vae$") as raised,
-        repair.in_messages(),
-    ):
+    with pytest.raises(ValueError, match="cannot load") as raised:
         fail()
+    repair_errors(raised.value, repair.text)
+    assert str(raised.value) == "cannot load models/sd/vae"
     assert raised.value.__context__.filename == "models/sd/vae"

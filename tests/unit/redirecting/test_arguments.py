@@ -60,7 +60,6 @@ def test_values_that_the_libraries_own_functions_pass_are_neutral():
         {"dtype": "float16"},
         {"dtype": torch.int8},
         {"dtype": torch.float16, "torch_dtype": torch.float16},
-        {"from_flax": False},
         {"force_download": True},
         {"gguf_file": "a.gguf"},
         {"keep": True},
