@@ -26,12 +26,7 @@ from shmload._building.libraries import (
     require_undisturbed,
 )
 from shmload._building.maker import Maker, NotToBeCast
-from shmload._building.mapped import (
-    Spans,
-    hold_leases,
-    plain_tensors,
-    say_what_is_private,
-)
+from shmload._building.mapped import Spans, hold_leases, plain_tensors
 from shmload._building.paths import PathRepair
 from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
@@ -44,13 +39,15 @@ from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
-from shmload._wording import logger_of
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import LibrariesDisturbed
 
 logger = logger_of(__name__)
 
 # Builds of one pipeline that other threads may disturb before that is an error.
 _MOST_BUILDS = 3
+# Less is not worth a line: models compute small buffers.
+_LEAST_NBYTES = 1 << 20
 
 
 class Build:
@@ -192,8 +189,9 @@ class Build:
         holdings, parts = self._load.holdings, self._maker.parts(pipe)
         segments, inodes = holdings.segments(), holdings.inodes()
         private = hold_leases(parts.values(), segments, Spans(inodes))
-        if private:
-            say_what_is_private(private, parts, self._source, self._kwargs)
+        if private >= _LEAST_NBYTES:
+            size = format_nbytes(private)
+            logger.info("%s: %s lie in no segment: private memory", self._source.given, size)
         if homes := Homes(segments, Spans(inodes)):
             for part in parts.values():
                 if isinstance(part, torch.nn.Module):
