@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shmload._building.fit import Fit
 from shmload._building.libraries import Said, said_here
 from shmload._building.maker import Maker, NotToBeCast
 from shmload._building.options import Options
@@ -78,8 +77,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     dtype: object
     options: Options
     route: Route
-    fit: Fit | None
-    """Of its destination; None if it has none."""
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
     progress: Progress
@@ -161,8 +158,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
                 taken = self.maker.import_classes(self.source)
                 if is_cold:
                     freeze_imports()
-            if self.fit:
-                self.fit.require(taken)
+            if self.route.destination:
+                # Not at the top: it imports torch.
+                from shmload._building.placing import require_fit
+
+                require_fit(taken, self.maker, self.dtype, self.kwargs, self.route.destination)
             with steps.during(Step.DERIVING_RULES):
                 certain = self._rules(taken, way, self.maker.rule)
             if (certain, _shards(taken)) != (rules, _shards(expected)):
@@ -237,18 +237,12 @@ def load(
             with progress.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, maker, dtype, options, kwargs)
-        fit = None
-        if route.destination:
-            route.destination.require_present()
-            fit = Fit(source, maker, dtype, kwargs, route.destination)
-            fit.require_early(progress.steps)
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
             options=options,
             route=route,
-            fit=fit,
             kwargs=kwargs,
             progress=progress,
             said=said_here(),
