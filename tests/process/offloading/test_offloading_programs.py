@@ -6,8 +6,6 @@ import stand_in
 from gguf_files import save_blocks
 from lacking import skip_what_is_lacking
 
-import shmload
-
 pytestmark = [
     pytest.mark.libraries,
     pytest.mark.skipif(bool(stand_in.why_none()), reason=stand_in.why_none()),
@@ -242,25 +240,5 @@ else:
     raise AssertionError("evicted")
 pipe.to("cpu")
 assert not o.all_outside(pipe)
-""",
-    )
-
-
-def test_service_evicts_what_is_on_the_device(offloading, service, saved):
-    source, other = saved("stable-diffusion"), saved("flux")
-    needed = [shmload.plan(each, keep=True).decode_nbytes for each in (source, other)]
-    service("--budget", str(sum(needed) - 1))
-    offloading(
-        source,
-        f"""{BEGIN}
-pipe = o.load(SOURCE)
-wanted = o.values(pipe)
-sources = lambda: {{info.source.startswith(SOURCE) for info in shmload.segments()}}
-assert sources() == {{True}}
-pipe.to(o.DEVICE)
-kept = o.load({str(other)!r})
-pipe.to("cpu")
-o.require_equal(pipe, wanted)
-assert False in sources()
 """,
     )
