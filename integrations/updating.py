@@ -14,13 +14,13 @@ import msgspec
 import torch
 
 from shmload._building.call import Call, call_of
-from shmload._building.homecoming import adopt, has_pinned_copies
+from shmload._building.homecoming import adopt
 from shmload._building.mapped import modules_of
 from shmload._building.published import load_published, opened
 from shmload._building.publishing import Published
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
-from shmload._compat import ADAPTER_STATE, as_plain_tensors
+from shmload._compat import ADAPTER_STATE, as_plain_tensors, is_brought_from_copies
 from shmload._host.collector import paused_gc
 from shmload._placement.inventory import DISK, META, OFFLOAD
 from shmload._segments.publications import Publication
@@ -110,7 +110,8 @@ def newest(source: str) -> str:
 def _refuse_offloaded(thing: Any, source: str) -> None:
     for name, model in models_in(thing).items():
         devices = {str(each) for each in getattr(model, "hf_device_map", {}).values()}
-        if devices & {DISK, META, OFFLOAD} or has_pinned_copies(model):
+        waits_there = bool(devices & {DISK, META, OFFLOAD})
+        if waits_there or any(map(is_brought_from_copies, modules_of(model))):
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise UpdateRefused(source, reason)
 

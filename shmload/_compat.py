@@ -42,8 +42,8 @@ NAMES = {
     "torch.utils._python_dispatch:TorchDispatchMode": "an error at import",
     "peft.tuners.tuners_utils:BaseTunerLayer._active_adapter": "`update` leaves it as it is",
     "peft.tuners.tuners_utils:BaseTunerLayer._disable_adapters": "`update` leaves it as it is",
-    "diffusers.hooks.group_offloading:ModuleGroup._init_cpu_param_dict": "nothing says that "
-    "streams pin copies",
+    "diffusers.hooks.group_offloading:ModuleGroup.cpu_param_dict": "an error of updates",
+    "diffusers.hooks.group_offloading:ModuleGroup.offload_to_disk_path": "an error of updates",
     "diffusers.models.modeling_utils:ModelMixin._keep_in_fp32_modules": _TWICE,
     "diffusers.loaders.lora_base:LoraBaseMixin._merged_adapters": "`update` leaves it as it is",
     "diffusers:ModularPipeline._component_specs": "an error of modular pipelines",
@@ -164,14 +164,12 @@ def as_plain_tensors() -> AbstractContextManager[None]:
     return context
 
 
-def wrap_moves(
-    context_of: "Callable[[torch.nn.Module, Any, bool], AbstractContextManager[None] | None]",
-) -> None:
-    """Have `torch.nn.Module._apply`, by which all modules move, run in a context.
+def wrap_moves(move: "Callable[..., Any]") -> None:
+    """Have a function called in place of `torch.nn.Module._apply`, by which all modules move.
 
     Args:
-        context_of: returns the context, by the module, the function that is applied to its tensors,
-            and whether modules in it move too; None for none.
+        move: gets torch's own, and its arguments: the module, the function that is applied to its
+            tensors, and whether modules in it move too.
     """
     import torch
 
@@ -181,34 +179,20 @@ def wrap_moves(
 
     @functools.wraps(of_torch)
     def _apply(self: "torch.nn.Module", fn: Callable[..., Any], recurse: bool = True) -> Any:
-        context = context_of(self, fn, recurse)
-        if context is None:
-            return of_torch(self, fn, recurse)
-        with context:
-            return of_torch(self, fn, recurse)
+        return move(of_torch, self, fn, recurse)
 
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
-def wrap_pins(note: "Callable[[Iterable[torch.nn.Module]], None]") -> None:
-    """Have a function told of modules of which diffusers keeps pinned copies.
+def is_brought_from_copies(module: "torch.nn.Module") -> bool:
+    """Tell whether group offloading of diffusers brings weights from tensors or files of its own.
 
     Args:
-        note: gets the modules of one group, once they have been copied.
+        module: whose own hook is looked at, without those of modules in it.
     """
-    group = find("diffusers.hooks.group_offloading:ModuleGroup")
-    of_diffusers = getattr(group, "_init_cpu_param_dict", None)
-    if group is None or of_diffusers is None:
-        return
-
-    @functools.wraps(of_diffusers)
-    def _init_cpu_param_dict(self: Any) -> Any:
-        made = of_diffusers(self)
-        if made and not self.low_cpu_mem_usage:
-            note(self.modules)
-        return made
-
-    group._init_cpu_param_dict = _init_cpu_param_dict
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    hook = registry.get_hook("group_offloading") if registry else None
+    return hook is not None and bool(hook.group.cpu_param_dict or hook.group.offload_to_disk_path)
 
 
 def make_tensor_of_class(kind: Any, data: "torch.Tensor", requires_grad: bool) -> "torch.Tensor":

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shmload._building.fit import Fit
 from shmload._building.makers import Maker
 from shmload._building.options import Options
 from shmload._building.route import Route, choose_route
@@ -72,8 +71,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     dtype: object
     options: Options
     route: Route
-    fit: Fit | None
-    """Of its destination; None if it has none."""
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
     progress: Progress
@@ -180,8 +177,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
             if is_cold:
                 freeze_imports()
-        if self.fit:
-            self.fit.require(taken)
+        if self.route.destination:
+            # Not at the top: it imports torch.
+            from shmload._building.placing import require_fit
+
+            require_fit(taken, self.maker, self.dtype, self.kwargs, self.route.destination)
         with steps.during(Step.DERIVING_RULES):
             certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
         if certain != rules:
@@ -237,18 +237,12 @@ def load(
             with progress.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, maker, dtype, options, kwargs)
-        fit = None
-        if route.destination:
-            route.destination.require_present()
-            fit = Fit(source, maker, dtype, kwargs, route.destination)
-            fit.require_early(progress.steps)
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
             options=options,
             route=route,
-            fit=fit,
             kwargs=kwargs,
             progress=progress,
         )

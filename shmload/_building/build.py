@@ -18,12 +18,7 @@ from shmload._building.homes import Homes
 from shmload._building.keywords import QUANTISING_KEYWORDS
 from shmload._building.libraries import inside, is_emptied, libraries_lock
 from shmload._building.makers import Maker
-from shmload._building.mapped import (
-    Spans,
-    hold_leases,
-    plain_tensors,
-    say_what_is_private,
-)
+from shmload._building.mapped import Spans, hold_leases, plain_tensors
 from shmload._building.paths import PathRepair
 from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
@@ -37,10 +32,13 @@ from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
-from shmload._wording import logger_of
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import LibrariesDisturbed
 
 logger = logger_of(__name__)
+
+# Less is not worth a line: models compute small buffers.
+_LEAST_NBYTES = 1 << 20
 
 
 class Build:
@@ -222,8 +220,9 @@ class Build:
             place(made)
         segments, inodes, parts = holdings.segments(), holdings.inodes(), self._maker.parts(made)
         private = hold_leases(parts.values(), segments, Spans(inodes))
-        if private:
-            say_what_is_private(private, parts, self._source, self._kwargs)
+        if private >= _LEAST_NBYTES:
+            size = format_nbytes(private)
+            logger.info("%s: %s lie in no segment: private memory", self._source.given, size)
         if homes := Homes(segments, Spans(inodes)):
             for part in parts.values():
                 if isinstance(part, torch.nn.Module):

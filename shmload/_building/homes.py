@@ -1,14 +1,14 @@
 """Where the weights of loaded models lie in their segments, and how one lies there again.
 
-Guarantee: what `take_home` returns has the bytes that are on the device. They are compared there,
-so it does not matter what has changed a weight, nor whether torch has counted it.
+Guarantee: what is brought home has the bytes that are on the device. They are compared there, so it
+does not matter what has changed a weight, nor whether torch has counted it.
 """
 
 import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +18,6 @@ from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment, attach
-
-Found = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""By the id of a weight on a device: itself, which keeps the id, and what it is on the host."""
 
 
 class Home(NamedTuple):
@@ -33,13 +30,19 @@ class Home(NamedTuple):
     shape: torch.Size
 
     @property
-    def nbytes(self) -> int:
-        """Its length in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
+    def end(self) -> int:
+        """Where it ends in the segment, in bytes."""
+        return self.offset + self.shape.numel() * self.dtype.itemsize
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor has the dtype and the shape."""
-        return (self.dtype, self.shape) == (tensor.dtype, tensor.shape)
+
+class Away(NamedTuple):
+    """A weight on a device."""
+
+    tensor: torch.Tensor
+    home: Home
+    module: torch.nn.Module
+    """Whose parameter or buffer it is."""
+    key: str
 
 
 class Homes:
@@ -58,64 +61,64 @@ class Homes:
         self._spans = spans
         self._names = {each.inode: each.name for each in segments if each.has_name}
         self._leases: dict[Inode, Lease] = {}
-        # By the id of a tensor. Where it lies may change, also by its `data`.
-        self._homes: dict[int, tuple[weakref.ref[torch.Tensor], Home]] = {}
+        # By the name of a parameter or buffer in its module.
+        self._homes: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Home]]
+        self._homes = weakref.WeakKeyDictionary()
         self._digests: dict[tuple[Home, torch.device], Digest] = {}
 
     def __bool__(self) -> bool:
         """Whether a segment has a name."""
         return bool(self._names)
 
-    def find(self, tensor: torch.Tensor) -> Home | None:
-        """Return which weight a tensor is, or was when it was moved to where it lies.
+    def look(self, module: torch.nn.Module) -> list[Away]:
+        """Note where the weights of a module alone lie; return those that are on devices.
 
-        Other memory may lie at the same address by now, and the weight may be changed: both are
-        found out before anything comes of it.
+        What is noted may be wrong: a weight was changed, or other memory lies where it was.
         """
-        if not _is_plain(tensor):
+        homes, away = self._homes.setdefault(module, {}), []
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None or not _is_plain(tensor):
+                    continue
+                home = homes.get(key)
+                if tensor.is_cpu:
+                    # Once it came home, it lies in a mapping that `spans` does not have.
+                    if not home and (home := self._find(tensor)):
+                        homes[key] = home
+                elif home and (home.dtype, home.shape) == (tensor.dtype, tensor.shape):
+                    away.append(Away(tensor, home, module, key))
+        return away
+
+    def adopt(self, module: torch.nn.Module, other: torch.nn.Module) -> None:
+        """Note for a module what is so for another, on the host."""
+        self.look(other)
+        self._homes[module] = dict(self._homes[other])
+
+    def bring(self, weights: Iterable[Away]) -> None:
+        """Map weights from their segments that are unchanged on their devices."""
+        groups: defaultdict[tuple[Inode, torch.device], list[Away]] = defaultdict(list)
+        for each in weights:
+            groups[each.home.inode, each.tensor.device].append(each)
+        for (inode, device), group in groups.items():
+            on_host = self._map(inode, [each.home for each in group])
+            digests = digests_of([each.tensor for each in group]) if on_host else []
+            for each, mapped, digest in zip(group, on_host, digests, strict=False):
+                if self._digest_of(each.home, mapped, device) != digest:
+                    continue
+                # As a move by torch: a parameter stays the same object, a buffer does not.
+                if isinstance(each.tensor, torch.nn.Parameter):
+                    each.tensor.data = mapped
+                else:
+                    each.module._buffers[each.key] = mapped
+
+    def _find(self, tensor: torch.Tensor) -> Home | None:
+        """Return where a tensor on the host lies; None if that is in no segment."""
+        begin = tensor.data_ptr()
+        mapping = self._spans.find_address(begin)
+        if not mapping or mapping.inode not in self._names or begin + tensor.nbytes > mapping.end:
             return None
-        known, home = self._homes.get(id(tensor), (None, None))
-        if known is not None and home is not None and known() is tensor:
-            return home if home.is_of(tensor) else None
-        mapping = self._spans.find_address(tensor.data_ptr()) if tensor.is_cpu else None
-        if (
-            mapping is None
-            or mapping.inode not in self._names
-            or tensor.data_ptr() + tensor.nbytes > mapping.end
-        ):
-            return None
-        offset = mapping.offset + tensor.data_ptr() - mapping.start
+        offset = mapping.offset + begin - mapping.start
         return Home(mapping.inode, offset, tensor.dtype, tensor.shape)
-
-    def note(self, tensor: torch.Tensor, home: Home) -> None:
-        """Note which weight a tensor is, unless it has another dtype or layout."""
-        if _is_plain(tensor) and home.is_of(tensor):
-            key, homes = id(tensor), self._homes
-            homes[key] = weakref.ref(tensor, lambda _: homes.pop(key, None)), home
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forget what was noted of a tensor."""
-        self._homes.pop(id(tensor), None)
-
-    def take_home(self, weights: Iterable[tuple[torch.Tensor, Home]]) -> Found:
-        """Return what unchanged weights are on the host.
-
-        Args:
-            weights: on devices.
-        """
-        groups: defaultdict[Any, list[tuple[torch.Tensor, Home]]] = defaultdict(list)
-        for tensor, home in weights:
-            groups[home.inode, tensor.device].append((tensor, home))
-        found = {}
-        for (inode, _), group in groups.items():
-            on_host = self._map(inode, [home for _, home in group])
-            if on_host:
-                digests = digests_of([tensor for tensor, _ in group])
-                for (tensor, home), mapped, digest in zip(group, on_host, digests, strict=True):
-                    if self._digest_of(home, mapped, tensor.device) == digest:
-                        self.note(mapped, home)
-                        found[id(tensor)] = tensor, mapped
-        return found
 
     def _digest_of(self, home: Home, mapped: torch.Tensor, device: torch.device) -> Digest:
         """Return the digest of a segment's own bytes, which go to a device for it once."""
@@ -134,13 +137,12 @@ class Homes:
         if lease is None or fd is None:
             return []
         begin = min(home.offset for home in homes) // PAGE_NBYTES * PAGE_NBYTES
-        end = max(home.offset + home.nbytes for home in homes)
         try:
-            mapped = map_ranges(fd, [(begin, end - begin)])
+            mapped = map_ranges(fd, [(begin, max(home.end for home in homes) - begin)])
         finally:
             os.close(fd)
-        # The lease lasts as long as the mapping, which may outlast the modules.
-        weakref.finalize(mapped, _drop, lease).atexit = False
+        # With this the lease lasts as long as the mapping, which may outlast the modules.
+        weakref.finalize(mapped, lease.touch).atexit = False
         # Each with a storage of its own, as a copy would have.
         return [
             torch.frombuffer(
@@ -151,26 +153,22 @@ class Homes:
 
     def _lease(self, inode: Inode) -> Lease | None:
         """Return a lease on a segment, which is kept; None if the segment is gone."""
-        lease = self._leases.get(inode)
-        if lease is None:
+        if inode not in self._leases:
             segment = attach(self._names[inode])
             if segment is None:
                 return None
             with segment:
                 if segment.inode != inode:  # removed, and decoded again
                     return None
-                lease = self._leases[inode] = Lease(segment)
-        return lease
-
-
-def _drop(lease: Lease) -> None:
-    """Do nothing: as an argument of a finalizer, the lease lasts until then."""
+                self._leases[inode] = Lease(segment)
+        return self._leases[inode]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is its bytes alone, in a row."""
     return (
-        tensor.layout == torch.strided
+        not hasattr(tensor, "__tensor_flatten__")
+        and tensor.layout == torch.strided
         and not tensor.is_meta
         and tensor.numel() > 0
         and tensor.is_contiguous()

@@ -1,15 +1,12 @@
-"""Which tensors lie in which mapping, the leases that they keep, and what lies in none."""
+"""Which tensors lie in which mapping, and the leases that they keep."""
 
 import bisect
 import itertools
-import logging
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmload._building.keywords import BYPASSING_KEYWORDS
-from shmload._checkpoints.source import Source
 from shmload._compat import as_plain_tensors
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
@@ -18,7 +15,6 @@ from shmload._host.pagemap import is_touched
 from shmload._segments.lease import Lease
 from shmload._segments.listing import names_by_inode, segments_by_lock
 from shmload._segments.segment import Segment
-from shmload._wording import format_nbytes, logger_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +34,6 @@ class Spans:
     def __init__(self, inodes: set[Inode]) -> None:
         self._mappings = sorted(procfs.mappings(inodes))
         self._starts = [mapping.start for mapping in self._mappings]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether none of the files is mapped."""
-        return not self._mappings
 
     def find(self, tensor: "torch.Tensor") -> procfs.Mapping | None:
         """Return the mapping that a tensor's storage begins in."""
@@ -69,9 +60,7 @@ class Spans:
         return end <= begin or not is_touched(begin, end)
 
 
-def hold_leases(
-    components: Iterable[Any], segments: Iterable[Segment], spans: Spans
-) -> dict[int, int]:
+def hold_leases(components: Iterable[Any], segments: Iterable[Segment], spans: Spans) -> int:
     """Keep a lease on each segment as long as a tensor lies in it.
 
     Each storage in a mapping that the library made gets a finalizer; the last one closes the
@@ -83,13 +72,13 @@ def hold_leases(
         spans: the mappings of the segments, and of files that were mapped in their place.
 
     Returns:
-        The sizes of the storages on the host that lie in no such mapping, in bytes, by address.
+        The size of the storages on the host that lie in no such mapping, in bytes.
     """
     import torch  # not at the top: decoding starts before the second that this takes
 
     leases = {each.inode: _Counted(Lease(each)) for each in segments if each.has_name}
     seen = set()
-    private = {}
+    private_nbytes = 0
     for component in components:
         for tensor in host_tensors(component) if isinstance(component, torch.nn.Module) else ():
             storage = tensor.untyped_storage()
@@ -99,12 +88,12 @@ def hold_leases(
             seen.add(address)
             mapping = spans.find_address(address)
             if mapping is None:
-                private[address] = storage.nbytes()
+                private_nbytes += storage.nbytes()
             elif lease := leases.get(mapping.inode):
                 lease.add(storage)
     for lease in leases.values():
         lease.close_if_unused()
-    return private
+    return private_nbytes
 
 
 def host_tensors(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
@@ -212,70 +201,3 @@ class _Counted:
     def close_if_unused(self) -> None:
         if self._count == 0:
             self._lease.close()
-
-
-# Private weights ----------------------------------------------------------------------------------
-
-logger = logger_of(__name__)
-
-LEAST_NBYTES = 1 << 20
-"""Private weights of less are not worth a line or a segment: models compute small buffers."""
-# From here on it is a warning, unless the caller asked for it.
-_MUCH_NBYTES = 64 << 20
-
-
-def say_what_is_private(
-    storages: Mapping[int, int],
-    parts: Mapping[str, object],
-    source: Source,
-    kwargs: Mapping[str, object],
-) -> None:
-    """Log how many bytes of weights each component has outside of the segments, and why.
-
-    One line, at INFO; at WARNING for 64 MiB or more that the caller has not asked for. Models that
-    the caller has passed in do not count, nor do buffers that are no weights.
-
-    Args:
-        storages: the sizes of the storages outside, in bytes, by address.
-        parts: the components by name.
-        source: what was loaded.
-        kwargs: the arguments of `from_pretrained`.
-    """
-    if sum(storages.values()) < LEAST_NBYTES:
-        return
-    import torch
-
-    asked = [name for name in sorted(BYPASSING_KEYWORDS) if kwargs.get(name)]
-    left = dict(storages)
-    found = {}
-    for name, part in parts.items():
-        if not isinstance(part, torch.nn.Module) or name in kwargs:
-            continue
-        tensors = (each for tensor in part.state_dict().values() for each in plain_tensors(tensor))
-        addresses = {each.untyped_storage().data_ptr() for each in tensors if each.is_cpu}
-        found[name] = sum(left.pop(each, 0) for each in addresses)
-    nbytes = sum(found.values())
-    if nbytes < LEAST_NBYTES:
-        return
-    logger.log(
-        logging.WARNING if nbytes >= _MUCH_NBYTES and not asked else logging.INFO,
-        "%s: %s of its weights lie in no segment, and are private to this process: %s",
-        source.given,
-        format_nbytes(nbytes),
-        ", ".join(
-            f"{name or 'the model'} {format_nbytes(each)} ({_why(name, source, asked)})"
-            for name, each in found.items()
-            if each
-        ),
-    )
-
-
-def _why(name: str, source: Source, asked: list[str]) -> str:
-    if asked:
-        return f"made by the library with {asked[0]}"
-    if name in source.unread:
-        return "its files are left to the library"
-    made = {checkpoint.component for checkpoint in source.checkpoints}
-    if name not in made and made != {""}:
-        return "from another source"
-    return "cast, joined or copied by the library"

@@ -12,15 +12,10 @@ import torch
 
 from shmload._building.libraries import libraries_lock
 from shmload._building.mapped import modules_of
-from shmload._building.rules import (
-    find_class,
-    make_meta_model,
-)
+from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.left_out import plain_weights_left
-from shmload._checkpoints.modular import class_named_by
 from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
@@ -108,38 +103,20 @@ def components_of(
 
     Returns:
         The components with the sizes that they will have when they are loaded. A component that is
-        quantised, or whose class is unknown, is indivisible and has the size of its files.
+        quantised, whose class is unknown, or whose files only the library reads, is indivisible and
+        has the size of its files.
     """
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
-    found: list[Component | None] = []
+    found = []
     for name in source.components or tuple(by_name):
         if name in by_name:
             found.append(_describe(by_name[name], torch_dtype))
         elif only is None or name in only:
-            found.append(_describe_unread(source, name, torch_dtype))
-    return tuple(component for component in found if component)
-
-
-def _describe_unread(source: Source, name: str, torch_dtype: object) -> Component | None:
-    """Describe a component of a pipeline whose weights only the libraries read."""
-    files = source.folder_of(name)
-    nbytes = sum(path.stat().st_size for path in plain_weights_left(files))
-    if not nbytes:
-        return None
-    entry = read_json(source.index)[name]
-    named = class_named_by(entry[2].get("type_hint")) if source.is_modular else entry
-    library, class_name = named
-    config = files / "config.json"
-    checkpoint = Checkpoint(
-        component=name,
-        folder=files,
-        library=library or "",
-        class_name=class_name or "",
-        config=read_json(config) if config.is_file() else {},
-        shards=(),
-    )
-    described = _describe(checkpoint, torch_dtype)
-    return described if described.nbytes else _opaque(name, nbytes)
+            # The library alone reads its weights, if it has any.
+            files = plain_weights_left(source.folder_of(name))
+            if files:
+                found.append(_opaque(name, sum(path.stat().st_size for path in files)))
+    return tuple(found)
 
 
 def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:

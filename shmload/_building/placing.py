@@ -3,15 +3,17 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shmload._building.classes import components_by_name
+from shmload._building.makers import Maker, is_left_to_library
 from shmload._building.mapped import Spans
-from shmload._building.module_trees import component_of
+from shmload._building.module_trees import component_of, components_of
+from shmload._checkpoints.source import Source
 from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
@@ -23,7 +25,9 @@ from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
+from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
+from shmload._placement.modules import Component
 from shmload._placement.placement import Placement, place
 from shmload._placement.table import WAITING
 from shmload._runtimes.kinds import runtime_of
@@ -73,6 +77,43 @@ def to_device(
     return module
 
 
+def require_fit(
+    source: Source,
+    maker: Maker,
+    dtype: object,
+    kwargs: Mapping[str, object],
+    destination: Destination,
+) -> None:
+    """Check a device map by the classes of what is loaded, before it is built.
+
+    If a class is of neither library, or only the library reads its files, its modules are known
+    when it is built, and checked then.
+
+    Args:
+        source: as its classes take it.
+        maker: of the pipeline or model.
+        dtype: as given to `load_pipeline`.
+        kwargs: for `from_pretrained`; models among them are placed too.
+        destination: to check.
+
+    Raises:
+        ShmloadError: as for `place_pipeline`.
+    """
+    destination.require_present()
+    device_map = destination.device_map
+    is_one_device = not isinstance(device_map, Mapping) and device_map not in STRATEGIES
+    # One file may hold a whole pipeline: only its class knows which components.
+    is_opaque = maker.is_of_pipelines and not source.is_pipeline
+    if is_opaque or (is_one_device and destination.max_memory is None):
+        return
+    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
+    is_theirs = not source.is_pipeline and is_left_to_library(dtype)
+    described = components_of(source, None if is_theirs else dtype, only=source.unread)
+    if not any(each.module.is_unit for each in described):
+        passed = [component_of(name, model) for name, model in _models_in(kwargs).items()]
+        _decide([*described, *passed], destination)
+
+
 def place_pipeline(
     pipe: "DiffusionPipeline",
     destination: Destination,
@@ -90,15 +131,21 @@ def place_pipeline(
     Raises:
         ShmloadError: the map does not fit the pipeline, a device is too small, or the load failed.
     """
-    models = {
-        name: model
-        for name, model in components_by_name(pipe).items()
-        if isinstance(model, nn.Module)
-    }
-    order = {name: place for place, name in enumerate(destination.order)}
-    in_order = sorted(models, key=lambda name: order.get(name, len(order)))
-    placement = place_models({name: models[name] for name in in_order}, destination, load, ring)
+    placement = place_models(_models_in(components_by_name(pipe)), destination, load, ring)
     pipe.hf_device_map = _map_for_libraries(placement)
+
+
+def _models_in(parts: Mapping[str, object]) -> dict[str, nn.Module]:
+    return {name: each for name, each in parts.items() if isinstance(each, nn.Module)}
+
+
+def _decide(components: Iterable[Component], destination: Destination) -> Placement:
+    """Decide where components go, in the order of their pipeline."""
+    order = {name: place for place, name in enumerate(destination.order)}
+    ordered = sorted(components, key=lambda each: order.get(each.name, len(order)))
+    placement = place(ordered, destination.device_map, destination.inventory())
+    destination.require_possible(placement)
+    return placement
 
 
 def _map_for_libraries(placement: Placement) -> dict[str, str]:
@@ -132,9 +179,8 @@ def place_models(
     Raises:
         ShmloadError: as for `place_pipeline`.
     """
-    components = [component_of(name, model) for name, model in models.items()]
-    placement = place(components, destination.device_map, destination.inventory())
-    destination.require_possible(placement)
+    components = {name: component_of(name, model) for name, model in models.items()}
+    placement = _decide(components.values(), destination)
     devices = {
         name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
         for name, where in placement.components.items()
@@ -144,7 +190,7 @@ def place_models(
     used = {device for where in devices.values() for device in where.values()}
     waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
     segments = Segments(_files_to_pin(load) if OFFLOAD in used else ())
-    for component, (name, model) in zip(components, models.items(), strict=True):
+    for name, model in models.items():
         _empty(model, devices[name])
         if len(used) == 1 and used.isdisjoint(WAITING):
             note_devices(model, devices[name])
@@ -152,7 +198,7 @@ def place_models(
         computing = placement.execution_devices[name]
         blocks = None
         if OFFLOAD in devices[name].values() and computing != CPU:
-            paths = [path for path, _ in component.module.units()]
+            paths = [path for path, _ in components[name].module.units()]
             blocks = Blocks(waiting_at(computing), paths, segments)
         attach_hooks(model, devices[name], computing, destination.offload_folder, blocks=blocks)
     return placement
@@ -238,16 +284,12 @@ def _empty(model: nn.Module, devices: Mapping[str, str]) -> None:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 tensor_path = f"{path}.{name}" if path else name
-                if tensor is not None and device_at(devices, tensor_path, CPU) == META:
-                    _set_empty(tensors, name, tensor)
-
-
-def _set_empty(tensors: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
-    empty = tensor.detach().to(META)
-    if isinstance(tensor, nn.Parameter):
-        tensors[name] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    else:
-        tensors[name] = empty
+                if tensor is None or device_at(devices, tensor_path, CPU) != META:
+                    continue
+                empty = tensor.detach().to(META)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                tensors[name] = empty
 
 
 def _by_path(where: str | Mapping[str, str]) -> dict[str, str]:

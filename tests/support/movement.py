@@ -79,7 +79,7 @@ class Movement(TorchDispatchMode):  # type: ignore[no-untyped-call]
         address = tensor.untyped_storage().data_ptr()
         if not self._is_mapped:  # the file is mapped at some moment within the context
             self._spans = Spans({self._inode})
-            self._is_mapped = not self._spans.is_empty
+            self._is_mapped = bool(self._spans._mappings)
         return address in self._copies or self._spans.find_address(address) is not None
 
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:

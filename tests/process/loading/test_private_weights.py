@@ -1,39 +1,26 @@
-"""Weights that lie in no segment are counted after each load, and said."""
+"""Weights lie in segments; the size of those that do not is logged."""
 
 import diffusers
-import msgspec
 import pytest
 import torch
+from mappings import Mappings, state_of
 from pipelines import FAMILIES
 
 import shmload
-from shmload._building import mapped
-from shmload._building.mapped import say_what_is_private
-from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.wanted import Wanted
-from shmload._wording import format_nbytes
+from shmload._building import build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
-_LINE = "of its weights lie in no segment"
 _BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def said(caplog, monkeypatch):
-    """A function that returns the lines about private weights, with their levels, so far."""
-    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
-    caplog.set_level("INFO", "shmload")
-    return lambda: [
-        (each.levelname, each.getMessage()) for each in caplog.records if _LINE in each.getMessage()
-    ]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pipelines_have_none(saved, said, family):
+def test_weights_of_pipelines_are_mapped_from_files(saved, family):
     for dtype, keep in ((_BF16, True), (_BF16, False), (None, "converted")):
-        shmload.load_pipeline(saved(family), dtype=dtype, keep=keep)
-    assert said() == []
+        pipe = shmload.load_pipeline(saved(family), dtype=dtype, keep=keep)
+        mappings = Mappings()
+        weights = {name: each for name, each in state_of(pipe).items() if each.numel()}
+        assert not [name for name, each in weights.items() if not mappings.find(each)[1]]
 
 
 class Copying(diffusers.StableDiffusionPipeline):
@@ -49,42 +36,16 @@ class Copying(diffusers.StableDiffusionPipeline):
         )
 
 
-def test_copied_weights_are_counted_by_component(saved, said, monkeypatch):
+def test_size_of_copied_weights_is_logged(saved, caplog, monkeypatch):
+    caplog.set_level("INFO", "shmload")
     source = saved("stable-diffusion")
-    pipe = shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
-    nbytes = sum(each.nbytes for each in pipe.unet.parameters())
-    size = format_nbytes(nbytes)
-    why = "cast, joined or copied by the library"
-    text = f"{source}: {size} {_LINE}, and are private to this process: unet {size} ({why})"
-    assert said() == [("INFO", text)]
-    monkeypatch.setattr(mapped, "_MUCH_NBYTES", nbytes)
-    shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
-    assert said()[1] == ("WARNING", text)
-    monkeypatch.setattr(mapped, "LEAST_NBYTES", nbytes + 1)
-    shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
-    assert len(said()) == 2
 
+    def said():
+        shmload.load_pipeline(source, dtype=_BF16, pipeline_class=Copying)
+        return [each for each in caplog.messages if "lie in no segment" in each]
 
-def test_models_that_were_passed_in_are_not_counted(saved, said):
-    source = saved("stable-diffusion")
-    unet = diffusers.UNet2DConditionModel.from_config(source / "unet")
-    shmload.load_pipeline(source, unet=unet)
-    assert said() == []
-
-
-def test_reasons(saved, said):
-    found = resolve(Wanted(source="given"), saved("stable-diffusion"))
-    unet = tuple(each for each in found.checkpoints if each.component == "unet")
-    source = msgspec.structs.replace(found, checkpoints=unet, unread=("vae",))
-    names = ("unet", "vae", "prior", "passed")
-    models = {name: torch.nn.Linear(8, 8, bias=False) for name in names}
-    buffer = torch.nn.Module()
-    buffer.register_buffer("computed", torch.zeros(100), persistent=False)
-    tensors = [each.weight for each in models.values()] + [buffer.computed]
-    sizes = {each.untyped_storage().data_ptr(): each.nbytes for each in tensors}
-    say_what_is_private(sizes, {**models, "buffer": buffer, "other": 1}, source, {"passed": 1})
-    assert said()[0][1].partition("this process: ")[2].split(", ") == [
-        *("unet 256 B (cast", "joined or copied by the library)"),
-        "vae 256 B (its files are left to the library)",
-        "prior 256 B (from another source)",
-    ]
+    assert said() == []  # little
+    monkeypatch.setattr(build, "_LEAST_NBYTES", 1 << 10)
+    (line,) = said()
+    assert line.startswith(f"{source}: ")
+    assert "KiB lie in no segment" in line

@@ -12,13 +12,11 @@ from transformers import CLIPTextModel
 
 import shmload
 from benchmarks import single_files
-from shmload._building import mapped
 from shmload._building.makers import as_torch
 from shmload._building.mapped import Spans
 from shmload._building.single_file import SingleFileMaker
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
-from shmload._wording import format_nbytes
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("remembers")]
 
@@ -77,23 +75,15 @@ def test_stable_diffusion_is_shared_whole(one_file, dtype, evicts):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sdxl_copies_only_what_diffusers_joins(
-    one_file, suffix, dtype, caplog, monkeypatch, evicts
-):
-    monkeypatch.setattr(mapped, "LEAST_NBYTES", 1)
+def test_sdxl_copies_only_what_diffusers_joins(one_file, suffix, dtype, evicts):
     config, path = one_file("sdxl", suffix)
     shmload.warm(path, dtype=dtype)
-    with caplog.at_level("INFO", "shmload"):
-        got = shmload.load_pipeline(path, config=config, dtype=dtype)
+    got = shmload.load_pipeline(path, config=config, dtype=dtype)
     wanted = library_alone(diffusers.StableDiffusionXLPipeline, path, config, dtype)
     assert_equal(got, wanted)
     # In the file its second encoder has one tensor for three projections, and one transposed.
-    nbytes = private_nbytes(models_of(got))
     encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
-    assert 0 < nbytes < encoder
-    said = f"{format_nbytes(nbytes)} of its weights lie in no segment"
-    assert said in caplog.text
-    assert "text_encoder_2 " in caplog.text.partition(said)[2]
+    assert 0 < private_nbytes(models_of(got)) < encoder
 
 
 def test_warm_makes_the_segment_that_is_attached(one_file, evicts):

@@ -4,8 +4,7 @@ import gguf_models
 import pytest
 import stand_in
 from gguf_files import save_blocks
-
-import shmload
+from lacking import skip_what_is_lacking
 
 pytestmark = [
     pytest.mark.libraries,
@@ -87,22 +86,39 @@ assert {{type(each).__name__ for each in model.parameters()}} == kinds
     )
 
 
-def test_tensors_that_a_tensor_is_made_of_come_home(offloading, saved):
+def test_tensor_that_is_made_of_others_moves_as_its_class_does(offloading, saved):
     offloading(
         saved("stable-diffusion"),
         f"""{BEGIN}
 from torch.testing._internal.two_tensor import TwoTensor
 unet = o.load(SOURCE).unet
-layers = [each for each in unet.modules() if isinstance(each, torch.nn.Linear)]
-one, two = next((a, b) for a in layers for b in layers
-                if a is not b and a.weight.shape == b.weight.shape)
-values = one.weight.detach().clone(), two.weight.detach().clone()
-one.weight = torch.nn.Parameter(TwoTensor(one.weight.detach(), two.weight.detach()))
+layer = next(each for each in unet.modules() if isinstance(each, torch.nn.Linear))
+values = layer.weight.detach().clone(), layer.weight.detach() + 1
+layer.weight = torch.nn.Parameter(TwoTensor(*map(torch.clone, values)))
 for _ in range(2):
     unet.to(o.DEVICE)
     unet.to("cpu")
-    assert not o.outside(unet), o.outside(unet)
-    assert torch.equal(one.weight.a, values[0]) and torch.equal(one.weight.b, values[1])
+    assert len(o.outside(unet)) == 1
+    assert torch.equal(layer.weight.a, values[0]) and torch.equal(layer.weight.b, values[1])
+""",
+    )
+
+
+@pytest.mark.parametrize("call", ["streams-leaves", "streams-little-leaves"])
+def test_weights_that_a_stream_brings_from_elsewhere_are_not_updated(offloading, saved, call):
+    skip_what_is_lacking(call)
+    offloading(
+        saved("stable-diffusion"),
+        f"""{BEGIN}
+pipe = o.load(SOURCE)
+begin, run = o.CALLS["{call}"]
+begin(pipe)
+try:
+    shmload.update(pipe, SOURCE)
+except shmload.UpdateRefused as exc:
+    assert "an offloading call has the weights of" in str(exc)
+else:
+    raise AssertionError("updated")
 """,
     )
 
@@ -224,49 +240,5 @@ else:
     raise AssertionError("evicted")
 pipe.to("cpu")
 assert not o.all_outside(pipe)
-""",
-    )
-
-
-def test_sibling_is_killed_while_weights_are_on_the_device(offloading, child, saved):
-    source = saved("stable-diffusion")
-    sibling = child(
-        "import sys, shmload\n"
-        "pipe = shmload.load_pipeline(sys.argv[1], keep=True, progress=False)\n"
-        "print('READY', flush=True); sys.stdin.read()",
-        source,
-    )
-    sibling.expect("READY")
-    offloading(
-        source,
-        f"""{BEGIN}
-import os, signal
-pipe = o.load(SOURCE)
-wanted = o.values(pipe)
-pipe.to(o.DEVICE)
-os.kill({sibling.pid}, signal.SIGKILL)
-pipe.to("cpu")
-assert not o.all_outside(pipe)
-o.require_equal(pipe, wanted)
-""",
-    )
-
-
-def test_service_evicts_what_is_on_the_device(offloading, service, saved):
-    source, other = saved("stable-diffusion"), saved("flux")
-    needed = [shmload.plan(each, keep=True).decode_nbytes for each in (source, other)]
-    service("--budget", str(sum(needed) - 1))
-    offloading(
-        source,
-        f"""{BEGIN}
-pipe = o.load(SOURCE)
-wanted = o.values(pipe)
-sources = lambda: {{info.source.startswith(SOURCE) for info in shmload.segments()}}
-assert sources() == {{True}}
-pipe.to(o.DEVICE)
-kept = o.load({str(other)!r})
-pipe.to("cpu")
-o.require_equal(pipe, wanted)
-assert False in sources()
 """,
     )

@@ -93,19 +93,6 @@ def test_meta_takes_no_memory(saved, accelerators):
 # Refusals -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_unknown_component_is_named_before_anything_is_decoded(saved, accelerators, keep):
-    read = []
-    with pytest.raises(shmload.UnknownComponent, match="text_encoder_2"):
-        load(
-            saved("flux"),
-            device_map={"": 0, "text_encoder_3": "cuda:1"},
-            keep=keep,
-            progress=lambda *counts: read.append(counts),
-        )
-    assert read == []
-
-
 def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_names):
     with pytest.raises(shmload.DoesNotFit, match="KiB"):
         load(saved("flux"), device_map="balanced", max_memory={0: "100KiB", 1: "100KiB"})

@@ -1,4 +1,4 @@
-"""`plan`, `load_pipeline` and `to_device` accept and refuse the same; a refusal decodes nothing."""
+"""`plan`, `load_pipeline` and `to_device` accept and refuse the same; a refusal builds nothing."""
 
 import functools
 
@@ -9,11 +9,6 @@ from accelerated import load
 from torch import nn
 
 import shmload
-from shmload._building import fit
-from shmload._building.fit import Fit
-from shmload._loading.load import Load
-from shmload._placement import inventory
-from shmload._placement.inventory import parse_inventory
 
 pytestmark = pytest.mark.libraries
 
@@ -65,36 +60,20 @@ RIGHT = [
 ]
 
 
-@pytest.fixture
-def loads(monkeypatch):
-    """List the loads that are begun: without one there is no worker and no segment."""
-    begun = []
-    begin = Load.__init__
-
-    def note(self, *args, **kwargs):
-        begun.append(self)
-        begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(Load, "__init__", note)
-    return begun
-
-
 def ids(case):
     return str(case[0] if isinstance(case, tuple) else case).replace("device_map", "map")
 
 
 @pytest.mark.parametrize("case", WRONG, ids=ids)
-def test_wrong_arguments_are_refused_by_both_before_a_load_begins(
-    saved, accelerators, loads, shm_names, case
-):
+def test_wrong_arguments_are_refused_by_both_and_leave_nothing(saved, accelerators, built, case):
     arguments, match = case
     with pytest.raises(shmload.ShmloadError, match=match) as planned:
         shmload.plan(saved("flux"), dtype="bfloat16", **arguments)
     with pytest.raises(shmload.ShmloadError, match=match) as loaded:
         load(saved("flux"), keep=True, **arguments)
     assert type(loaded.value) is type(planned.value)
-    assert loads == []
-    assert shm_names() == []
+    assert built == []
+    assert shmload.segments() == []
 
 
 @pytest.mark.parametrize("arguments", RIGHT, ids=ids)
@@ -147,94 +126,16 @@ def test_wrong_map_leaves_a_module_as_it_was(accelerators, arguments, match):
     assert not hasattr(model, "hf_device_map")
 
 
-def test_disk_needs_a_folder_before_a_load_begins(saved, accelerators, loads):
+def test_disk_needs_a_folder(saved, accelerators, built):
     arguments = {"device_map": "auto", "max_memory": {0: "200KiB", "cpu": "1KiB"}}
     for device_map in ({"": "disk"}, {"": 0, "vae": "disk"}, "auto"):
         with pytest.raises(shmload.ArgumentError, match="offload_folder"):
             load(saved("flux"), **(arguments | {"device_map": device_map}))
-    assert loads == []
-
-
-# In a process that has not imported the libraries -------------------------------------------------
-
-
-@pytest.fixture
-def cold(monkeypatch):
-    """Let the check believe that torch is not imported, on a machine with a driver."""
-    monkeypatch.setattr(fit, "_is_torch_here", lambda: False)
-    monkeypatch.setattr(fit, "may_have_accelerators", lambda: True)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """List the components whose classes are asked."""
-    found = []
-    describe = Fit._require_classes
-
-    def note(self, taken):
-        found.extend(each.component for each in taken.checkpoints)
-        monkeypatch.setattr(fit, "_is_torch_here", lambda: True)
-        describe(self, taken)
-
-    monkeypatch.setattr(Fit, "_require_classes", note)
-    return found
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"device_map": "cuda"},
-        {"device_map": {"": 0, "vae": "cpu"}},
-        {"device_map": {"": 0, "transformer.transformer_blocks.0": 1}},
-        {"device_map": "balanced", "max_memory": {0: "1GiB"}},
-    ],
-    ids=ids,
-)
-def test_right_map_waits_for_no_class(saved, accelerators, cold, asked, arguments):
-    load(saved("flux"), **arguments)
-    assert asked == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"device_map": {"": 0, "transformer.nothing": 1}}, shmload.UnknownModule),
-        ({"device_map": {"": 0, "transformer.transformer_blocks.0.ff": 1}}, ValueError),
-        ({"device_map": "balanced", "max_memory": {0: "9KiB"}}, shmload.DoesNotFit),
-    ],
-    ids=str,
-)
-def test_where_names_do_not_fit_the_classes_decide(
-    saved, accelerators, cold, asked, loads, arguments, error
-):
-    with pytest.raises(error):
-        load(saved("flux"), **arguments)
-    assert "transformer" in asked
-    assert loads == []
-
-
-def test_what_only_the_machine_tells_ends_the_load_and_leaves_nothing(
-    saved, accelerators, cold, loads, shm_names, monkeypatch
-):
-    wait = Fit.require
-
-    def require(self, taken):
-        monkeypatch.setattr(fit, "_is_torch_here", lambda: True)
-        wait(self, taken)
-
-    monkeypatch.setattr(Fit, "require", require)
-    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("2x100KiB"))
-    with pytest.raises(shmload.DoesNotFit):
-        load(saved("flux"), device_map="balanced", keep=True)
-    assert len(loads) == 1
-    assert shm_names() == []
+    assert built == []
 
 
 def test_class_of_no_library_is_not_judged_by_its_files(saved, accelerators, monkeypatch):
     """The map may know modules of it that shmload does not."""
-    monkeypatch.setattr(
-        fit, "component_from_names", lambda *_: (_ for _ in ()).throw(shmload.ShmloadError("no"))
-    )
     monkeypatch.setattr("shmload._building.module_trees.find_class", lambda *_: None)
     pipe = load(saved("flux"), device_map={"": 0, "vae.decoder": 1})
     assert pipe.hf_device_map["vae.decoder"] == "cuda:1"
@@ -242,11 +143,11 @@ def test_class_of_no_library_is_not_judged_by_its_files(saved, accelerators, mon
         load(saved("flux"), device_map={"": 0}, max_memory={0: "100KiB"})
 
 
-def test_passed_model_counts(saved, accelerators, loads):
+def test_passed_model_counts(saved, accelerators, built):
     huge = nn.Linear(1 << 10, 1 << 10, dtype=torch.float16)
     with pytest.raises(shmload.DoesNotFit, match=r"image_encoder 2\.00 MiB"):
         load(saved("flux"), device_map="cuda", max_memory={0: "1MiB"}, image_encoder=huge)
-    assert loads == []
+    assert built == []
 
 
 @pytest.mark.parametrize(
@@ -280,11 +181,11 @@ def test_what_no_source_can_mend_is_said_before_the_source_is_looked_for(
         ({"": 0, "decodr": 1}, "the model has no module 'decodr'.*did you mean 'decoder'"),
     ],
 )
-def test_model_by_itself_has_paths_of_its_own(saved, accelerators, loads, device_map, match):
+def test_model_by_itself_has_paths_of_its_own(saved, accelerators, built, device_map, match):
     arguments = {"subfolder": "vae", "dtype": torch.bfloat16}
     with pytest.raises(shmload.ArgumentError, match=match):
         shmload.load_model("AutoencoderKL", saved("flux"), device_map=device_map, **arguments)
-    assert loads == []
+    assert built == []
     found = shmload.load_model(
         "AutoencoderKL", saved("flux"), device_map={"": 0, "decoder": 1}, **arguments
     )

@@ -11,7 +11,6 @@ from peft import LoraConfig
 from pipelines import build, run, save
 
 import shmload
-from shmload._building import homecoming
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -219,8 +218,6 @@ def widen(pipe):
         (lambda pipe: setattr(pipe, "vae", None), "vae is only there"),
         (lambda pipe: pipe.vae.to("meta"), "vae"),
         (lambda pipe: setattr(pipe.vae, "hf_device_map", {"": "disk"}), "has the weights of vae"),
-        # As diffusers does for groups that are brought by a stream.
-        (lambda pipe: homecoming._pinned.add(pipe.vae.decoder), "has the weights of vae"),
     ],
 )
 def test_other_structure_is_refused_and_nothing_changes(trained, change, said):
