@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
-    from shmload._building.makers import Maker
+    from shmload._building.maker import Maker
     from shmload._loading.progress import Callback
 
 # The components of a modular pipeline are decoded ahead with these arguments alone: any other may

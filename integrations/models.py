@@ -18,7 +18,7 @@ from shmload._checkpoints.weights import is_single_file
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from shmload._building.makers import Maker
+    from shmload._building.maker import Maker
     from shmload._loading.progress import Callback
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shmload._building.makers import Maker
+from shmload._building.maker import Maker
 from shmload._building.options import Options
 from shmload._building.route import Route, choose_route
 from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants

@@ -17,7 +17,7 @@ from shmload._building.homecoming import watch
 from shmload._building.homes import Homes
 from shmload._building.keywords import QUANTISING_KEYWORDS
 from shmload._building.libraries import inside, is_emptied, libraries_lock
-from shmload._building.makers import Maker
+from shmload._building.maker import Maker
 from shmload._building.mapped import Spans, hold_leases, plain_tensors
 from shmload._building.paths import PathRepair
 from shmload._checkpoints.chosen_rule import forget_rule

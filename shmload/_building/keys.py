@@ -18,7 +18,7 @@ from shmload._building.keywords import (
     FINDING_KEYWORDS,
     QUANTISING_KEYWORDS,
 )
-from shmload._building.makers import Maker
+from shmload._building.maker import Maker
 from shmload._building.options import Options
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shmload._building.classes import components_by_name
-from shmload._building.makers import Maker, is_left_to_library
+from shmload._building.maker import Maker, is_left_to_library
 from shmload._building.mapped import Spans
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
-from shmload._building.makers import Maker, is_left_to_library
+from shmload._building.maker import Maker, is_left_to_library
 from shmload._building.options import Options
 from shmload._checkpoints.source import Source, has_none_else
 from shmload._devices.destination import Destination, parse_max_host_memory

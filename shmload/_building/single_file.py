@@ -16,7 +16,7 @@ import msgspec
 
 from shmload._building.classes import components_by_name, find_class, require_class
 from shmload._building.keywords import require_no_slip
-from shmload._building.makers import Maker, with_dtype
+from shmload._building.maker import Maker, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import bring_file, find_cached, find_source

@@ -20,7 +20,7 @@ from diffusers.configuration_utils import FrozenDict
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from shmload._building import local_functions, tensor_parts, tokenizer_parts
+from shmload._building import tensor_parts, tokenizer_parts
 from shmload._building.mapped import modules_of
 from shmload._building.regions import Region, Spot, merge
 from shmload._building.tensor_parts import CannotKeep
@@ -159,10 +159,6 @@ class _Pickler(pickle.Pickler):
             if package in _OF_PROCESSES:
                 raise CannotKeep(f"{obj.__qualname__} is of {package}, which is another elsewhere")
             self.packages.add(package)
-        if isinstance(obj, types.FunctionType) and (inner := local_functions.take_apart(obj)):
-            return local_functions.put_together, tuple(inner)
-        if isinstance(obj, types.CellType):
-            return local_functions.make_cell, local_functions.content_of(obj)
         if isinstance(obj, type | types.FunctionType):
             self.code.add(obj)
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes

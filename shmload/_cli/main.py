@@ -1,4 +1,4 @@
-"""The command line as a whole, with `shmload demo` and `doctor`; modules beside have the others.
+"""The command line as a whole, with `shmload doctor`; modules beside have the others.
 
 Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted. What
 SIGTERM or SIGHUP ends, ends by that signal.
@@ -14,7 +14,7 @@ import click
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import residents, serve, service, sources, templates, top, warm
-from shmload._cli.ending import EndedBySignal, EndingCommand
+from shmload._cli.ending import EndedBySignal
 from shmload._cli.output import as_json_option, is_of_output, print_json, say
 from shmload._cli.sources import complete_paths
 from shmload._loading import progress
@@ -66,15 +66,6 @@ def main(context: click.Context, verbose: bool) -> None:
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s"
     )
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
-
-
-@main.command(cls=EndingCommand)
-@click.argument("output", default="demo-output", type=click.Path(file_okay=False))
-def demo(output: str) -> None:
-    """Make a small pipeline, load it in three ways, compare them, and write an image to OUTPUT."""
-    from shmload.integrations.demo import run_demo
-
-    run_demo(output)
 
 
 _COLORS = {"ok": "green", "warn": "yellow", "bad": "red"}

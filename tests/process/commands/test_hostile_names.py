@@ -19,7 +19,7 @@ _ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _UTF8 = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
 _NAMES = {"steering": f"{_STEERING}café".encode(), "no text": b"caf\xe9"}
 # They need a terminal, run until they are ended, or take no name of weights.
-_APART = {"serve", "top", "run", "save", "template", "demo"}
+_APART = {"serve", "top", "run", "save", "template"}
 _REFUSED = [
     ("plan", "{weights}.missing.safetensors"),
     ("warm", "{broken}"),

@@ -17,7 +17,6 @@ ISLANDS = {
     "redirect": ("_redirecting", "integrations/redirect.py"),
     "doctor": ("_doctor",),
     "templates": ("_templates", "_preparing.py"),
-    "demo": ("integrations/demo.py",),
 }
 _LOAD = """
 import sys

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from warming import TENSORS, assert_same
 
 import shmload
-from shmload._building.makers import Maker
+from shmload._building.maker import Maker
 from shmload._building.options import Options
 from shmload._building.route import choose_route
 from shmload._checkpoints.hub import find_model

@@ -12,7 +12,7 @@ from transformers import CLIPTextModel
 
 import shmload
 from benchmarks import single_files
-from shmload._building.makers import as_torch
+from shmload._building.maker import as_torch
 from shmload._building.mapped import Spans
 from shmload._building.single_file import SingleFileMaker
 from shmload._host.descriptors import inode_of

@@ -1,4 +1,8 @@
-"""The demonstration behind `shmload demo`: one pipeline, loaded three ways, compared.
+"""The demonstration: one pipeline, loaded three ways, compared.
+
+    scripts/demo [OUTPUT]
+
+OUTPUT is the directory that gets `image.png`.
 
 Each way runs in its own process, so that times and memory are those of a fresh start.
 """
@@ -12,8 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
-
 import shmload
 from shmload._wording import format_nbytes
 from shmload.errors import WorkerFailed
@@ -26,7 +28,7 @@ _WAYS = {
 }
 
 
-def run_demo(output: str) -> None:
+def run_demo(output: str = "demo-output") -> None:
     """Make a checkpoint, load it three ways, print the comparison and write an image.
 
     Args:
@@ -38,19 +40,19 @@ def run_demo(output: str) -> None:
     target = Path(output)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="shmload-demo-") as folder:
-        click.echo("making a class-conditional DiT pipeline with random float32 weights ...")
+        print("making a class-conditional DiT pipeline with random float32 weights ...")
         source = _make_checkpoint(Path(folder) / "dit")
         try:
             results = {}
             for way, title in _WAYS.items():
-                click.echo(f"loading in a new process: {title} ...")
+                print(f"loading in a new process: {title} ...")
                 results[way] = _run_child(way, source, target)
         finally:
             resident = [info.name for info in shmload.segments() if info.source.startswith(folder)]
             if resident:
                 shmload.evict(*resident)
     _print_results(results)
-    click.echo(f"image: {target / 'image.png'} (noise: the weights are random)")
+    print(f"image: {target / 'image.png'} (noise: the weights are random)")
 
 
 def _make_checkpoint(folder: Path) -> Path:
@@ -79,7 +81,7 @@ def _make_checkpoint(folder: Path) -> Path:
 
 def _run_child(way: str, source: Path, target: Path) -> dict[str, Any]:
     started = str(time.monotonic())  # one clock for all processes
-    command = [sys.executable, "-P", "-m", __name__, way, str(source), str(target), started]
+    command = [sys.executable, "-P", __file__, way, str(source), str(target), started]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
     )
@@ -92,18 +94,18 @@ def _run_child(way: str, source: Path, target: Path) -> dict[str, Any]:
 
 
 def _print_results(results: dict[str, dict[str, Any]]) -> None:
-    click.echo(f"\n{'':28}{'started':>9}{'again':>11}{'private memory':>16}")
+    print(f"\n{'':28}{'started':>9}{'again':>11}{'private memory':>16}")
     for way, title in _WAYS.items():
         result = results[way]
-        click.echo(
+        print(
             f"{title:28}{result['process_s']:8.2f}s{result['call_s']:10.2f}s"
             f"{format_nbytes(result['private_nbytes']):>16}"
         )
     if len({result["digest"] for result in results.values()}) != 1:
         raise WorkerFailed("the three ways gave different weights; please report this")
-    click.echo("\nall weights equal, byte for byte: yes")
+    print("\nall weights equal, byte for byte: yes")
     same_image = len({result["image"] for result in results.values()}) == 1
-    click.echo(f"all images equal: {'yes' if same_image else 'up to rounding'}")
+    print(f"all images equal: {'yes' if same_image else 'up to rounding'}")
 
 
 def _child(way: str, source: str, target: str, started: str) -> None:
@@ -176,4 +178,7 @@ def _private_nbytes() -> int:
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    if len(sys.argv) > 2:
+        _child(*sys.argv[1:])
+    else:
+        run_demo(*sys.argv[1:])
