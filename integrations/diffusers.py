@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._building import prepared
 from shmload._building.call import noted
 from shmload._building.keys import key_of_load, own_quantisers
 from shmload._building.maker import Maker
@@ -174,11 +173,6 @@ def load_pipeline(
         } | options.devices
         return load_published(str(source), given | from_pretrained_kwargs)
     kwargs = from_pretrained_kwargs
-    others = {**options.others, "components": components, **kwargs}
-    request = prepared.request_of(source, dtype, keep, pipeline_class, **others)
-    imported = tuple(sys.modules) if request else ()
-    if request and (found := prepared.claim(request)) is not None:
-        return found
     wanted = Wanted.parse(
         source,
         dtype,
@@ -200,11 +194,10 @@ def load_pipeline(
         maker = PipelineMaker(pipeline_class)
     found, dtype = maker.find(wanted, kwargs, load_pipeline)
     if isinstance(maker, PipelineMaker) and maker.is_modular:
-        return _load_modular(wanted, pipeline_class, options, kwargs, request, imported)
+        return _load_modular(wanted, pipeline_class, options, kwargs)
     connected = _load_connected(maker, found, wanted.dtype, options, kwargs)
     if connected is not None:
         kwargs |= connected
-        request = None  # its files are not looked at before one that is ready is taken
 
     def build(models: Mapping[str, Any]) -> Any:
         from shmload._building.attempt import load  # a load that is recalled needs none of it
@@ -214,15 +207,13 @@ def load_pipeline(
         return load(found, maker, dtype, options, own, title=wanted.title)
 
     key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)
-    pipe = once(
+    return once(
         key,
         build,
         keep=bool(options.keep),
         meanwhile=lambda: maker.import_classes(found),
         on_recall=options.tell_recalled,
     )
-    prepared.note(request, imported)
-    return pipe
 
 
 def _load_modular(
@@ -230,8 +221,6 @@ def _load_modular(
     pipeline_class: type | str | None,
     options: Options,
     kwargs: Mapping[str, Any],
-    request: prepared.Request | None,
-    imported: tuple[str, ...],
 ) -> Any:
     """Load a modular pipeline: the library makes it, and `load_model` each of its models.
 
@@ -240,8 +229,6 @@ def _load_modular(
         pipeline_class: as for `load_pipeline`.
         options: how to load; devices by component, or for each model.
         kwargs: as for `make_modular`.
-        request: the call, for `prepared.note`.
-        imported: as there.
     """
     devices = options.device_map
 
@@ -263,14 +250,11 @@ def _load_modular(
     is_cold = "diffusers" not in sys.modules
     with whole_libraries(), paused_gc(), _decoding_ahead(wanted, options, kwargs):
         # Not at the top: it imports diffusers.
-        from shmload._building.modular import is_alone, make_modular
+        from shmload._building.modular import make_modular
 
         if is_cold:
             freeze_imports()
-        pipe = make_modular(wanted, pipeline_class, kwargs, by_name, load_pipeline, load_component)
-    if is_alone(pipe, wanted.source):  # else files are not looked at before one is taken
-        prepared.note(request, imported)
-    return pipe
+        return make_modular(wanted, pipeline_class, kwargs, by_name, load_pipeline, load_component)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ import contextlib
 import sys
 import time
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -105,22 +104,6 @@ def inside() -> Iterator[Said]:
         yield said
     finally:
         _said.reset(token)
-
-
-_behind: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
-
-
-def register_wrapper(function: Callable[..., Any], original: Any) -> None:
-    """Note that a function calls another one, and does nothing else inside a load."""
-    _behind[function] = original
-
-
-def what_is_behind(function: Any) -> Any:
-    """Return what a function calls inside a load: itself, or what it was put in front of."""
-    try:
-        return _behind.get(function, function)
-    except TypeError:  # no weak reference to it is possible
-        return function
 
 
 # Models without weights --------------------------------------------------------------------------

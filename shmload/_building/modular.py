@@ -107,13 +107,6 @@ def make_modular(
     return pipe
 
 
-def is_alone(pipe: Any, source: object) -> bool:
-    """Tell whether all components of a modular pipeline come from its own repository."""
-    made = [name for name in pipe.pretrained_component_names if getattr(pipe, name) is not None]
-    specs = map(pipe.get_component_spec, made)
-    return {each.pretrained_model_name_or_path for each in specs} <= {str(source), None}
-
-
 def _chosen(
     pipe: Any, wanted: Wanted, passed: Collection[str], placed: Collection[object]
 ) -> list[str]:

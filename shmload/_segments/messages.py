@@ -97,18 +97,6 @@ def _install_record_factory() -> None:
     _has_factory = True
 
 
-@contextlib.contextmanager
-def factory_restored() -> Iterator[None]:
-    """Have no factory stay installed that was not before; for a process with one thread."""
-    global _has_factory
-    before = logging.getLogRecordFactory(), _has_factory
-    try:
-        yield
-    finally:
-        logging.setLogRecordFactory(before[0])
-        _has_factory = before[1]
-
-
 def _install() -> None:
     global _show
     _install_record_factory()

@@ -1,18 +1,15 @@
 """Combined pipelines: the prior, which lies in another repository, is shared, too."""
 
-import shutil
-
 import diffusers
 import pytest
 import torch
 import transformers
 from comparing import assert_equal
 from redirecting import assert_same, ways  # noqa: F401 a fixture
-from safetensors.torch import load_file, save_file
 from tokenizers_tiny import clip_tokenizer
 
 import shmload
-from shmload._building import mapped, prepared
+from shmload._building import mapped
 from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
@@ -167,24 +164,6 @@ def test_dict_of_dtypes_leaves_the_prior_to_the_library(decoder, said):
     [line] = said()
     assert all(f"{name} " in line for name in _PRIORS)
     assert line.count("(from another source)") == 3
-
-
-def test_prior_that_the_library_loads_is_not_loaded_ahead(decoder, folders, tmp_path, monkeypatch):
-    """Whether its files have changed since is not looked at."""
-    told = []
-    monkeypatch.setattr(prepared, "on_load", lambda request, way: told.append(request))
-    shutil.copytree(folders[1], tmp_path / "prior")
-    path = tmp_path / "prior" / "text_encoder" / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["text_projection.weight"]  # transformers draws it
-    save_file(tensors, path, metadata={"format": "pt"})
-    folder = shutil.copytree(decoder, tmp_path / "decoder")
-    _write_card(folder, tmp_path / "prior")
-    cls = diffusers.KandinskyV22CombinedPipeline
-    shmload.load_pipeline(folder, pipeline_class=cls, dtype=_BF16, keep=True)
-    assert not any(request.is_class for request in told)
-    shmload.load_pipeline(folder, dtype=_BF16, keep=True)
-    assert told[-1].source == str(folder)
 
 
 def test_prior_on_devices(decoder):
