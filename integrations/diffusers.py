@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._building import prepared
 from shmload._building.call import noted
 from shmload._building.keys import key_of_load, own_quantisers
 from shmload._building.makers import PipelineMaker
@@ -164,11 +163,6 @@ def load_pipeline(
         } | options.devices
         return load_published(str(source), given | from_pretrained_kwargs)
     kwargs = from_pretrained_kwargs
-    others = {**options.others, "components": components, **kwargs}
-    request = prepared.request_of(source, dtype, keep, pipeline_class, **others)
-    imported = tuple(sys.modules) if request else ()
-    if request and (found := prepared.claim(request)) is not None:
-        return found
     wanted = Wanted.parse(
         source,
         dtype,
@@ -199,15 +193,13 @@ def load_pipeline(
         return load(found, maker, dtype, options, own, title=wanted.title)
 
     key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)
-    pipe = once(
+    return once(
         key,
         build,
         keep=bool(options.keep),
         meanwhile=lambda: maker.import_classes(found),
         on_recall=options.tell_recalled,
     )
-    prepared.note(request, imported)
-    return pipe
 
 
 def _load_modular(

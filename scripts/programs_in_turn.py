@@ -72,7 +72,7 @@ state = [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_
          sys.excepthook is sys.__excepthook__, json.dumps([1]), numpy.geterr(),
          "polluted" in sys.modules, getattr(torch.nn.Linear, "polluted", None)]
 print(json.dumps([digest.hexdigest(), state, torch.rand(4, dtype=torch.float64).tolist(),
-                  any("prepared before" in each for each in said)]))
+                  any("what an earlier load has built" in each for each in said)]))
 """
 _POLLUTED = """\
 import decimal, json, socket, sys

@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
@@ -19,22 +18,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_ANEW = "the libraries build models anew: nothing that was loaded ahead"
 _CASTS = "the library casts, after the decode"
 _TWICE = "models whose dtypes come out otherwise are loaded again"
 NAMES = {
     "torch._C:DisableTorchFunctionSubclass": "an error of moves to the host",
-    "torch._C:_get_flash_sdp_enabled": _ANEW,
-    "torch._C:_get_math_sdp_enabled": _ANEW,
-    "torch._C:_get_mem_efficient_sdp_enabled": _ANEW,
-    "torch._C:_len_torch_dispatch_stack": f"{_ANEW}; redirect leaves all to the libraries",
-    "torch._C:_len_torch_function_stack": f"{_ANEW}; redirect leaves all to the libraries",
+    "torch._C:_len_torch_dispatch_stack": "redirect leaves all to the libraries",
+    "torch._C:_len_torch_function_stack": "redirect leaves all to the libraries",
     "torch._C:_get_privateuse1_backend_name": "devices that a package adds to torch are refused",
     "torch._dynamo.eval_frame:OptimizedModule": "models that are compiled cannot be published",
     "torch:Tensor._make_subclass": "an error of published tensors of a class of their own",
     "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
     "torch:_weight_norm": "models with normed weights are not remembered whole",
-    "torch.nn.modules.module:_global_forward_hooks": _ANEW,
     "torch.nn:Module._apply": "weights that come back from a device are copies",
     "torch.nn:Module._buffers": "an error",
     "torch.nn:Module._modules": "an error",
@@ -52,7 +46,6 @@ NAMES = {
     "pipeline is recalled with a prior that has changed",
     "diffusers.pipelines.pipeline_utils:_resolve_dtype": "diffusers warns of the older keyword",
     "diffusers.utils.import_utils:DummyObject": "the library's own error for a missing package",
-    "diffusers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
     "transformers:AutoModel._model_mapping": _CASTS,
     "transformers:CLIPTokenizerFast._wrap_decode_method_backend_tokenizer": "published tokenizers "
     "of CLIP decode otherwise",
@@ -64,11 +57,6 @@ NAMES = {
     "transformers:PreTrainedModel.initialize_weights": "an error of restored models",
     "transformers.conversion_mapping:get_model_conversion_mapping": _CASTS,
     "transformers.core_model_loading:rename_source_key": _CASTS,
-    "transformers.models.auto.auto_factory:_LazyAutoMapping._extra_content": "nothing is "
-    "loaded ahead for a model class that a program registers",
-    "transformers.utils.generic:GeneralInterface._global_mapping": "nor for a function",
-    "transformers.utils.generic:GeneralInterface._local_mapping": "nor for a function",
-    "transformers.utils.import_utils:_LazyModule._class_to_module": _ANEW,
     "transformers.utils.output_capturing:install_output_capuring_hook": "a pipeline that was used "
     "may not be published",
 }
@@ -94,8 +82,6 @@ OWN_HASH = "_original_object_hash"
 """Where a config of generation keeps its own hash, which differs in each process."""
 WRAPPED = "decode"
 """What tokenizers of CLIP replace in the tokenizer behind them, and a pickle of it lacks."""
-REGISTRIES = ("_global_mapping", "_local_mapping", "_extra_content")
-"""Where transformers' tables keep what programs register."""
 
 
 def find(where: str) -> Any:
@@ -220,21 +206,6 @@ def has_cuda_context(index: int) -> bool:
     return bool(ask and ask(index))
 
 
-def reader(name: str) -> Callable[[], object]:
-    """Return what reads a mode of torch; where it has moved, the mode is another each time."""
-    return find(f"torch._C:{name}") or uuid.uuid4
-
-
-def global_hooks() -> list[dict[Any, Any]]:
-    """Return torch's tables of hooks for all modules."""
-    held = vars(importlib.import_module("torch.nn.modules.module"))
-    return [
-        held[name]
-        for name in sorted(held)
-        if name.startswith("_global_") and isinstance(held[name], dict)
-    ]
-
-
 def is_in_mode() -> bool:
     """Tell whether torch calls a program's functions in place of its own, or that is unknown."""
     return any(
@@ -266,15 +237,6 @@ def make_normed(direction: "torch.Tensor", magnitudes: "torch.Tensor", dim: int)
 
 
 # Both libraries -----------------------------------------------------------------------------------
-
-
-def lazy_names(package: ModuleType) -> dict[str, str] | None:
-    """Return the module of each name that a package imports at its first use.
-
-    None if the package is lazy, and does not tell.
-    """
-    is_plain = type(package) is ModuleType
-    return vars(package).get("_class_to_module", {} if is_plain else None)
 
 
 def indivisible_classes(module: "torch.nn.Module") -> Iterable[str]:

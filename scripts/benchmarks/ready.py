@@ -24,7 +24,7 @@ from shmload._host.procfs import rollup_nbytes
 _FIRST_LINES = 5  # a first line takes tens of milliseconds: take more rounds
 _ROUNDS = 8
 _FIRST_ROUNDS = 2
-"""Rounds of several programs in which they may still find their pipeline not loaded."""
+"""Rounds of several programs in which the template may still import their modules."""
 _GAP_S = 1.0
 _SHMLOAD = Path(sys.executable).with_name("shmload")
 
@@ -39,7 +39,7 @@ logging.getLogger("shmload").addHandler(handler)
 logging.getLogger("shmload").setLevel("INFO")
 pipeline = shmload.load_pipeline({source!r}, dtype="bfloat16", keep=True)
 print("ready", flush=True)
-print("prepared", int(any("prepared before the program started" in each for each in said)))
+print("recalled", int(any("what an earlier load has built" in each for each in said)))
 """
 _DIFFUSERS = """\
 import torch
@@ -52,7 +52,7 @@ _PROGRAMS = {
     "first": (_LOADS, "sd15-fp32"),
     "second": (_LOADS, "sd15-bf16"),
     "third": ("# the first one again\n" + _LOADS, "sd15-fp32"),
-    "nothing": (_FIRST_LINE + "print('prepared 0')\n", ""),
+    "nothing": (_FIRST_LINE + "print('recalled 0')\n", ""),
     "diffusers": (_DIFFUSERS, "sd15-fp32"),
     "diffusers-second": (_DIFFUSERS, "sd15-bf16"),
 }
@@ -96,10 +96,9 @@ class Programs:
         self.bench.run([_SHMLOAD, "template", *arguments], {})
 
     def prepare(self, *programs: tuple[str, ...]) -> None:
-        """Run programs once, and until the template has all that they import.
+        """Run programs once, and have a template that has the modules of what they keep.
 
-        A template that has met new imports would start again when it is idle; it is stopped, so
-        that the next run is one of the next template, which has them.
+        The next template imports the modules of what they have kept before it serves.
         """
         self.template("warm")
         for arguments in programs:
@@ -148,32 +147,10 @@ def _against_diffusers(
     return rounds, ready, better(ready)
 
 
-def measure_ready(bench: Bench) -> list[Figure]:
-    """From the command to a pipeline ready to run, with weights in memory."""
-    rounds, ready, best = _against_diffusers(
-        bench, ("--no-prepare", "first"), runs=1, beside={"shmload under python": ("first",)}
-    )
-    ours = "shmload run --no-prepare"
-    what = f"`{ours}`, from the command to a pipeline"
-    ends = {f"{ours}, to its end": rounds.sample(ours, "wall_s")}
-    return [
-        speed_up(
-            "ready",
-            f"{what}: speed-up over from_pretrained",
-            ready,
-            over=best,
-            ours=ours,
-            at_least=30,
-            beside=ends,
-        ),
-        Figure(name="ready-s", what=what, sample=ready[ours], at_most=0.25),
-    ]
-
-
 def measure_prepared(bench: Bench) -> list[Figure]:
-    """The same for a program whose pipeline the template has loaded ahead.
+    """From the command to a pipeline ready to run, with weights in memory and what was built kept.
 
-    It is loaded while the next way runs, which takes seconds.
+    The template imports the modules of that while the next way runs, which takes seconds.
     """
     _, ready, best = _against_diffusers(bench, ("first",), runs=2, beside={})
     what = "`shmload run`, from the third run on"
@@ -184,10 +161,10 @@ def measure_prepared(bench: Bench) -> list[Figure]:
             ready,
             over=best,
             ours="shmload run",
-            at_least=120,
+            at_least=60,
             beside={"from_pretrained, the better": ready[best]},
         ),
-        Figure(name="prepared-s", what=what, sample=ready["shmload run"], at_most=0.06),
+        Figure(name="prepared-s", what=what, sample=ready["shmload run"], at_most=0.12),
     ]
 
 
@@ -245,8 +222,8 @@ def measure_several(bench: Bench) -> list[Figure]:
         Figure(
             name="several-ready",
             what="three programs over two pipelines in turn, 1 s between: runs from the third "
-            "round on that find theirs loaded",
-            sample=_prepared_share(late),
+            "round on that recall theirs",
+            sample=_recalled_share(late),
             at_least=95,
         ),
         Figure(
@@ -266,60 +243,33 @@ def measure_several(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_back_to_back(bench: Bench) -> list[Figure]:
-    """Without a pause, against the same with `--no-prepare`, each in a place of its own."""
-    found: dict[str, list[Result]] = {}
-    for way, options in (("unprepared", ("--no-prepare",)), ("prepared", ())):
-        with _several(bench) as programs:
-            rounds = _rounds_of(programs, 0.0, *options)
-        found[way] = [result for round_ in rounds for result in round_]
-    took = {way: sample_of(results, "wall_s") for way, results in found.items()}
-    ratio = sum(took["prepared"].values) / sum(took["unprepared"].values)
-    return [
-        Figure(
-            name="back-to-back",
-            what="the same without a pause, all rounds: time of all runs over that of runs with "
-            "--no-prepare",
-            sample=Sample((ratio,), "x"),
-            at_most=1.0,
-            beside=took,
-        ),
-        Figure(
-            name="back-to-back-ready",
-            what="the same: runs that find theirs loaded",
-            sample=_prepared_share(found["prepared"]),
-            at_least=50,
-        ),
-    ]
-
-
 @contextlib.contextmanager
 def _several(bench: Bench) -> Iterator[Programs]:
     """Yield a starter of programs.
 
-    The weights of both pipelines are resident, and a template serves.
+    Both pipelines are kept, and a template serves.
     """
     for name in ("sd15-fp32", "sd15-bf16"):
         bench.warm(bench.source(name))
     with _programs(bench) as programs:
-        programs.prepare(("--no-prepare", "first"), ("--no-prepare", "second"))
+        programs.prepare(("first",), ("second",))
         yield programs
 
 
-def _rounds_of(programs: Programs, gap_s: float, *options: str) -> list[list[Result]]:
+def _rounds_of(programs: Programs, gap_s: float) -> list[list[Result]]:
     """Run the programs in turn; return the results of those that load, by round."""
     rounds = []
     for _ in range(_ROUNDS):
         results = {}
         for name in ("first", "second", "third", "nothing"):
             time.sleep(gap_s)
-            results[name] = programs.run(*options, name)
+            results[name] = programs.run(name)
         rounds.append([results[name] for name in ("first", "second", "third")])
     return rounds
 
 
-def _prepared_share(results: list[Result]) -> Sample:
-    return Sample((100 * statistics.fmean(result["prepared"] for result in results),), "%")
+def _recalled_share(results: list[Result]) -> Sample:
+    return Sample((100 * statistics.fmean(result["recalled"] for result in results),), "%")
 
 
 def _private_nbytes(runtime: Path) -> list[float]:
@@ -334,12 +284,10 @@ def _private_nbytes(runtime: Path) -> list[float]:
 
 SUITE = Suite(
     measures={
-        "ready": measure_ready,
         "prepared": measure_prepared,
         "redirect": measure_redirect,
         "first-line": measure_first_line,
         "several": measure_several,
-        "back-to-back": measure_back_to_back,
     },
     sources=("sd15-fp32", "sd15-bf16"),
     disk_gb=9,

@@ -5,10 +5,9 @@ all threads. What a load of shmload calls meanwhile is the library's own. It imp
 """
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shmload._host.changes import add_lock
 
@@ -33,22 +32,6 @@ def inside() -> Iterator[None]:
         yield
     finally:
         _is_inside.reset(token)
-
-
-_behind: weakref.WeakKeyDictionary[Callable[..., Any], Any] = weakref.WeakKeyDictionary()
-
-
-def register_wrapper(function: Callable[..., Any], original: Any) -> None:
-    """Note that a function calls another one, and does nothing else inside a load."""
-    _behind[function] = original
-
-
-def what_is_behind(function: Any) -> Any:
-    """Return what a function calls inside a load: itself, or what it was put in front of."""
-    try:
-        return _behind.get(function, function)
-    except TypeError:  # no weak reference to it is possible
-        return function
 
 
 def is_emptied(models: Iterable["torch.nn.Module"]) -> bool:

@@ -9,6 +9,7 @@ segment.
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from shmload._building.structure import Structure, put_together
 from shmload._building.tensor_parts import CannotKeepHere
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
+from shmload._segments.listing import segments
 from shmload._segments.segment import Segment, attach
 from shmload.errors import PublicationBroken
 
@@ -147,3 +149,24 @@ def restore(opened: Opened) -> Any:
         if isinstance(part, torch.nn.Module):
             watch(part, homes)
     return thing
+
+
+def modules_kept() -> set[str]:
+    """Return the modules of the classes and functions that all kept objects are made of."""
+    found: set[str] = set()
+    for info in segments():
+        if info.kept and (segment := attach(info.name)):
+            with segment:
+                found.update(_code_of(segment))
+    return found
+
+
+def _code_of(segment: Segment) -> dict[str, Stamp]:
+    """Return what the record of a kept object says of its code; nothing if it has none."""
+    header = segment.read_header()
+    for spec in header.tensors:
+        if spec.name == STRUCTURE:
+            raw = os.pread(segment.fd, spec.nbytes, header.data_offset + spec.begin)
+            with contextlib.suppress(msgspec.ValidationError):  # of another shmload
+                return msgspec.msgpack.decode(raw, type=Record).code
+    return {}

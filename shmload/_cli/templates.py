@@ -1,9 +1,7 @@
 """The commands `shmload run` and `shmload template ls|warm|stop`."""
 
 import dataclasses
-import os
 import sys
-from collections.abc import Iterable
 
 import click
 
@@ -67,34 +65,15 @@ def ls_command(as_json: bool) -> None:
                 format_nbytes(template.memory_nbytes),
                 str(template.programs),
                 format_age(template.idle_s),
-                _names(template.ahead) or "-",
             )
             for template in found
         ]
-        titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE", "LOADED AHEAD")
+        titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE")
         blocks.append(Table(titles=titles, rows=rows, right=(1, 3, 4, 5)))
-    branches = [branch for template in found for branch in template.branches]
-    if any(branch.pid for branch in branches):
-        running = [
-            (_names(each.sources), str(each.pid), each.state, format_nbytes(each.private_nbytes))
-            for each in branches
-            if each.pid
-        ]
-        heads = ("LOADED AHEAD", "PROCESS", "STATE", "PRIVATE MEMORY")
-        blocks += ["", Table(titles=heads, rows=running, right=(1, 3))]
     blocks += [_stop_of(template) for template in found if template.state == "stopped"]
-    blocks += [
-        f"not loaded ahead: {', '.join(branch.sources)}: {branch.reason}"
-        for branch in branches
-        if branch.reason
-    ]
     left_out = dict.fromkeys(each for template in found for each in template.left_out)
     blocks += [f"left out: {each}" for each in left_out]
     print_page(Page(tuple(blocks)))
-
-
-def _names(sources: Iterable[str]) -> str:
-    return ", ".join(map(os.path.basename, sources))
 
 
 @template_group.command("warm")

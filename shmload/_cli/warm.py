@@ -1,6 +1,5 @@
 """The command `shmload warm`: sources, a list of them, and the view directories."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
-from shmload._checkpoints.source import INDEX, MODULAR_INDEX
 from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
@@ -18,9 +16,6 @@ from shmload._cli.sources import as_arguments, complete_paths, given, source_opt
 from shmload._cli.warming import Outcome, by_size, warm_all
 from shmload._segments.standing_views import ViewDirectory, settle_leftovers
 from shmload._settings import parse_keep_for
-from shmload._templates import look, notes
-from shmload._templates.messages import Noted
-from shmload._templates.place import PlaceUnsafe
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 
@@ -111,7 +106,6 @@ def _warm_here(sources: tuple[str, ...], options: dict[str, Any]) -> Iterator[Ou
             say(f"shmload: {exc}", err=True)
             yield number, {"source": source, "error": str(exc)}, ""
         else:
-            _note_for_templates(source, dtype)
             yield number, report, str(report)
 
 
@@ -144,35 +138,6 @@ def _require_options(
         raise ArgumentError(
             "--pin and --keep-for exclude each other: what is pinned stays when idle"
         )
-
-
-def _note_for_templates(source: str, dtype: object) -> None:
-    """Have the templates of this user, now and later, load a pipeline ahead.
-
-    Args:
-        source: what was warmed; what is no directory of a pipeline is left alone.
-        dtype: its name, or None; a dtype for each component is left alone.
-    """
-    is_pipeline = any(os.path.exists(os.path.join(source, each)) for each in (INDEX, MODULAR_INDEX))
-    if not isinstance(dtype, str | None) or not is_pipeline:
-        return
-    from shmload._building.prepared import Request, encode
-
-    request = Request(
-        source=source,
-        is_path=False,
-        folder="" if os.path.isabs(source) else os.getcwd(),
-        dtype=dtype,
-        is_torch_dtype=False,
-        keep=True,
-        pipeline_class=None,
-        is_class=False,
-    )
-    try:
-        notes.note_warmed(encode(request))
-        look.tell_all(Noted("", [], [], 0, 0))
-    except (OSError, PlaceUnsafe, UnicodeEncodeError):  # there are no templates then
-        return
 
 
 def _restore_views(workers: int | None, *, quiet: bool) -> list[ViewDirectory | dict[str, str]]:

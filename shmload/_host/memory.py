@@ -12,24 +12,8 @@ from typing import Any
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 # What the module mmap lacks, see mmap(2).
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
-_PROT_NONE = 0
 # linux/mman.h, since Linux 5.14
 _MADV_POPULATE_READ = 22
-
-
-def reserve_at(start: int, end: int) -> None:
-    """Replace what is mapped at some addresses by memory that cannot be read; it takes no room.
-
-    Args:
-        start: the first address, on a page.
-        end: the address after the last.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    _mmap(start, end - start, _PROT_NONE, flags, -1, 0)
 
 
 def map_at(start: int, end: int, fd: int, offset: int) -> None:

@@ -169,18 +169,6 @@ def free_nbytes() -> int:
     return free if limit is None else min(free, limit)
 
 
-def memory_stall(kind: str, pressure: Path = Path("/proc/pressure/memory")) -> float:
-    """Return how long tasks have waited for memory, in percent of the last ten seconds.
-
-    Args:
-        kind: `some` if one task was enough, `full` if all have waited.
-        pressure: where the kernel says so; one that does not counts as none that waits.
-    """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return float(pressure.read_text().split(f"{kind} avg10=")[1].split()[0])
-    return 0.0
-
-
 def cgroup_free_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from shmload._building.libraries import register_wrapper
-
 Kind = Literal[
     "pipeline", "diffusers model", "transformers model", "pipeline file", "diffusers model file"
 ]
@@ -136,7 +134,6 @@ def _method(patch: Patch, function: Callable[..., Any], route: Router) -> Callab
     def load(cls: type, *args: Any, **kwargs: Any) -> Any:
         return route(patch, cls, args, kwargs)
 
-    register_wrapper(load, function)
     return load
 
 

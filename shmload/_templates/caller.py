@@ -118,7 +118,6 @@ def _hand_over(program: Program, wanted: _Wanted, is_verbose: bool) -> None:
     group = os.getpgrp() if terminal else 0
     call = Call(
         program=program,
-        name=variables.name_of(program),
         settings=wanted.settings,
         fds=descriptors,
         group=group,

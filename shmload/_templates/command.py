@@ -27,7 +27,6 @@ Options:
   --template NAME  Use a template of this name; the default is "default".
   --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
                    the program and in the Python processes that it starts.
-  --no-prepare     Do not take a pipeline that the template has loaded ahead, nor have it do so.
   --help           Show this text.
   -X, -W, -O, -u and others are options of Python, but for -V, -h and -v.
 """
@@ -38,7 +37,6 @@ _OF_PYTHON = frozenset("bBdEiIOPqRsSux")
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose, is_redirected = "default", False, REDIRECT in os.environ
-    prepares = True
     rest, own, of_python = list(arguments), [], []
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
@@ -49,8 +47,6 @@ def main(arguments: list[str]) -> "NoReturn":
         own.append(option)
         if option in ("-v", "--verbose"):
             is_verbose = True
-        elif option == "--no-prepare":
-            prepares = False
         elif option == "--redirect":
             is_redirected = True
         elif option == "--template" and rest:
@@ -68,7 +64,7 @@ def main(arguments: list[str]) -> "NoReturn":
     if is_redirected and (flags.ignore_environment or flags.isolated or flags.no_site):
         _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
     way = ("verbose" if is_verbose else "1") if is_redirected else ""
-    program = _program(rest, way, prepares, of_python)
+    program = _program(rest, way, of_python)
     if not of_python:
         run(program, name, is_verbose)
     reason = _why_alone(of_python)
@@ -107,13 +103,12 @@ def _start_again(options: list[str], rest: list[str]) -> "NoReturn":
     os.execve(sys.executable, words, {name: value for name, _, value in pairs})
 
 
-def _program(words: list[str], redirect: str, prepares: bool, of_python: list[str]) -> Program:
+def _program(words: list[str], redirect: str, of_python: list[str]) -> Program:
     """Return the program that the words after the options name.
 
     Args:
         words: these.
         redirect: see `Program`.
-        prepares: likewise.
         of_python: options for Python, besides those of this process.
     """
     if not words:
@@ -125,7 +120,7 @@ def _program(words: list[str], redirect: str, prepares: bool, of_python: list[st
             _fail(f"-{kind[0]} needs an argument")
     value, *arguments = map(os.fsencode, words)
     flags = list(map(os.fsencode, [*flags_of_this_process(), *of_python]))
-    return Program(kind, value, arguments, flags, redirect, int(prepares))
+    return Program(kind, value, arguments, flags, redirect)
 
 
 def _show_usage() -> "NoReturn":

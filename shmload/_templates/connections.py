@@ -16,7 +16,7 @@ import time
 
 from shmload._templates import messages, wire
 from shmload._templates.kind import has_ended, read_status, rights_of
-from shmload._templates.messages import Call, End, Look, Noted, Refused
+from shmload._templates.messages import Call, End, Look, Refused
 
 # Connections that have said nothing yet; the oldest one makes room for another.
 _MAX_SILENT = 64
@@ -28,7 +28,7 @@ _SO_PEERPIDFD = 77
 # Restrictions that say how many they are, but not which; see `_are_of_the_container`.
 _NUMBERS = ("NoNewPrivs", "Seccomp", "Seccomp_filters")
 
-Question = Call | Look | Noted | End
+Question = Call | Look | End
 
 
 class Peer:
@@ -157,7 +157,7 @@ class Connections:
         found: tuple[Question, list[int]] | None
         try:
             peer.channel.setblocking(False)
-            found = messages.receive(peer.channel, Call, Look, Noted, End)
+            found = messages.receive(peer.channel, Call, Look, End)
             peer.channel.setblocking(True)
             if found is not None:
                 wire.close(found[1])

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Collection
 from stat import S_ISLNK
 
 from shmload._host.fingerprint import Fingerprint, fingerprint
@@ -22,14 +21,10 @@ _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "z
 
 
 class Freshness:
-    """Remembers how the files of all modules are now.
+    """Remembers how the files of all modules are now."""
 
-    Args:
-        but: names of modules that something else looks after.
-    """
-
-    def __init__(self, but: Collection[str] = ()) -> None:
-        self._files = _files(but)
+    def __init__(self) -> None:
+        self._files = _files()
         # A watched directory does not tell of what happens to its files under their other names.
         others = set(filter(_has_other_names, self._files))
         # The watch begins first: no change is missed between the two.
@@ -37,6 +32,12 @@ class Freshness:
         self._before = _fingerprints(self._files)
         self._changed = _fingerprints(set(sys.path))
         self._first = self._first_entries()
+
+    def close(self) -> None:
+        """End the watch."""
+        if self._watch is not None:
+            os.close(self._watch)
+        self._watch = None
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since, or another one is found before it."""
@@ -62,9 +63,8 @@ class Freshness:
         return found
 
 
-def _files(but: Collection[str]) -> set[str]:
-    modules = list(sys.modules.items())
-    found = {getattr(module, "__file__", None) for name, module in modules if name not in but}
+def _files() -> set[str]:
+    found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     # Some modules, such as torch.ops, name no real file.
     return {file for file in found if isinstance(file, str) and os.path.isabs(file)}
 

@@ -21,13 +21,13 @@ from shmload._templates.recorder import Recorder
 from shmload._templates.start import MODULES
 
 # An import or a copy that has not ended by then never will; SIGALRM ends the process.
-_TIMEOUT_S = 600
-# A third of what a program gets: at 10 a branch takes 35 s to load on cores that are always busy.
+TIMEOUT_S = 600
+# A third of what a program gets.
 _NICENESS = 5
 _PR_SET_PDEATHSIG = 1
 _THREADS_TIMEOUT_S = 2.0
 _MAX_SHOWN = 5
-_TRUSTED = sys.stdlib_module_names | {name.partition(".")[0] for name in MODULES}
+TRUSTED = sys.stdlib_module_names | {name.partition(".")[0] for name in MODULES}
 
 
 class Imports:
@@ -53,7 +53,7 @@ class Imports:
             Unfit: this process cannot be a template any more.
             BaseException: a library has raised it.
         """
-        signal.alarm(_TIMEOUT_S)
+        signal.alarm(TIMEOUT_S)
         with Output({1: self._file("stdout"), 2: self._file("stderr")}) as output:
             self.recorder.drain = output.drain
             before = _descriptors()
@@ -97,7 +97,7 @@ def why_not_neutral(name: str, recorder: Recorder) -> str:
 
     def judge() -> str:
         for package, members in _by_package(ended):
-            before = None if package in _TRUSTED else Snapshot()
+            before = None if package in TRUSTED else Snapshot()
             for each in members:
                 with contextlib.suppress(Exception):  # it needs the ones that come later
                     importlib.import_module(each)
@@ -122,7 +122,7 @@ def _by_package(names: Sequence[str]) -> list[tuple[str, list[str]]]:
     for name in names:
         found.setdefault(name.partition(".")[0], []).append(name)
     last = names[-1].partition(".")[0]
-    return sorted(found.items(), key=lambda each: (each[0] not in _TRUSTED, each[0] == last))
+    return sorted(found.items(), key=lambda each: (each[0] not in TRUSTED, each[0] == last))
 
 
 def _descriptors() -> set[int]:
@@ -172,7 +172,7 @@ def _answer(function: Callable[[], str], answer: int, said: int) -> None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_TIMEOUT_S)
+        signal.alarm(TIMEOUT_S)
         os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
         for fd in (1, 2):
             os.dup2(said, fd)

@@ -14,7 +14,7 @@ from shmload._host.procfs import rollup_nbytes
 from shmload._templates import kind, messages, place, wire
 from shmload._templates.caller import SHMLOAD
 from shmload._templates.kind import flags_of_this_process, has_ended, is_stopped
-from shmload._templates.messages import About, End, Look, Message, Noted
+from shmload._templates.messages import About, End, Look, Message
 from shmload._templates.start import start_template
 from shmload._wording import logger_of
 
@@ -37,25 +37,6 @@ class NotStarted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ListedBranch:
-    """A copy of a template that has loaded pipelines, or is to.
-
-    Fields:
-        pid: its process id; 0 if there is none.
-        state: `loading`, `ready`, `imported` if it has only the modules of a pipeline, or `none`.
-        private_nbytes: the memory that it has for itself alone, in bytes.
-        sources: of the pipelines.
-        reason: why there is none; else empty.
-    """
-
-    pid: int
-    state: str
-    private_nbytes: int
-    sources: list[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ListedTemplate:
     """A template that runs.
 
@@ -66,10 +47,7 @@ class ListedTemplate:
             `stopped` by a signal: then only `pid`, `memory_nbytes` and `socket` are known.
         programs: how many run.
         idle_s: how long ago a program came or ended, in seconds.
-        memory_nbytes: its share of memory (PSS), with its branches and the copies that wait for
-            programs, in bytes.
-        ahead: the sources of the pipelines that are loaded.
-        branches: its branches, and why some pipelines have none.
+        memory_nbytes: its share of memory (PSS), with the copy that waits for a program, in bytes.
         left_out: the modules that it was to import and has not, each with the reason.
         socket: the path of its socket.
     """
@@ -80,8 +58,6 @@ class ListedTemplate:
     programs: int
     idle_s: float
     memory_nbytes: int
-    ahead: list[str]
-    branches: list[ListedBranch]
     left_out: list[str]
     socket: str
 
@@ -103,20 +79,12 @@ def template_at(path: str) -> ListedTemplate | None:
     answer = _ask(path, Look(0))
     if isinstance(answer, int):
         nbytes = rollup_nbytes(answer, "Pss:")
-        return ListedTemplate("?", answer, "stopped", 0, 0.0, nbytes, [], [], [], path)
+        return ListedTemplate("?", answer, "stopped", 0, 0.0, nbytes, [], path)
     if answer is None:
         return None
     said = json.loads(answer.template)
     nbytes = sum(rollup_nbytes(pid, "Pss:") for pid in said.pop("processes") if pid)
-    branches = [ListedBranch(**each) for each in said.pop("branches")]
-    ahead = [source for each in branches if each.state == "ready" for source in each.sources]
-    return ListedTemplate(**said, memory_nbytes=nbytes, ahead=ahead, branches=branches, socket=path)
-
-
-def tell_all(noted: Noted) -> None:
-    """Tell all templates of this user of pipelines."""
-    for path in place.sockets():
-        _ask(path, noted)
+    return ListedTemplate(**said, memory_nbytes=nbytes, socket=path)
 
 
 def keep(path: str) -> bool:

@@ -1,6 +1,6 @@
 """What a caller, a template and a program say to each other.
 
-    caller ── Call ──▶ template ── Call ──▶ (branch ──▶) spare        Look, End ──▶ template
+    caller ── Call ──▶ template ── Call ──▶ spare        Look, End ──▶ template
     caller ◀───────────────────── SendFds ─ spare        About, Refused ◀── template
     caller ── Fds ───────────────────────▶  spare
     caller ◀────────────────────── Ready ── spare
@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 8
+VERSION = 9
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -70,7 +70,6 @@ class Program(Message):
         arguments: of the program.
         flags: options for Python, as they were given.
         redirect: `1` or `verbose` if `redirect` is to be on in it, see `variables`; else empty.
-        prepares: 1 if pipelines may be loaded ahead for it, see `pipelines`.
     """
 
     kind: str
@@ -78,7 +77,6 @@ class Program(Message):
     arguments: list[bytes]
     flags: list[bytes]
     redirect: str
-    prepares: int
 
 
 class Call(Message):
@@ -86,7 +84,6 @@ class Call(Message):
 
     Fields:
         program: see there.
-        name: what all runs of this program have in common.
         settings: the variables that the program is going to set, see `variables`.
         fds: the numbers of the descriptors that the program inherits.
         group: the caller's process group if it has a terminal, else 0.
@@ -95,7 +92,6 @@ class Call(Message):
     """
 
     program: Program
-    name: str
     settings: list[list[str]]
     fds: list[int]
     group: int
@@ -123,7 +119,7 @@ class Ready(Message):
     Fields:
         pid: its process.
         group: the process group that its caller shall join.
-        template: the process that tells of its end: the template, or a branch.
+        template: the template's process.
     """
 
     pid: int
@@ -179,45 +175,6 @@ class Look(Message):
     """
 
     is_use: int
-
-
-class Noted(Message):
-    """A program has loaded a pipeline, or `shmload warm` has.
-
-    Fields:
-        program: its name; empty for `warm`, which has left a note.
-        requests: the texts of all pipelines that it has loaded so far.
-        modules: what it has imported for the last one.
-        parent: process id of the template or branch that the program is a copy of.
-        is_stale: 1 if that had the last one, but not as it is now.
-    """
-
-    program: str
-    requests: list[str]
-    modules: list[str]
-    parent: int
-    is_stale: int
-
-
-class State(Message):
-    """What a branch says of itself.
-
-    Fields:
-        is_ready: 1 if it serves.
-        loaded: how many of its pipelines it has loaded; of the others, only the modules.
-        nbytes: the memory that it had for itself alone when it had loaded, in bytes.
-        programs: how many run in copies of it.
-        spare: process id of the copy that waits; 0 if there is none.
-        reason: why it cannot load its pipelines: it ends, or has imported their modules only; else
-            empty.
-    """
-
-    is_ready: int
-    loaded: int
-    nbytes: int
-    programs: int
-    spare: int
-    reason: str
 
 
 class About(Message):

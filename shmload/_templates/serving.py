@@ -1,30 +1,18 @@
-"""What a template and its branches have in common: a spare, and the programs that it became.
+"""The programs of a template: the copy that waits for one, and those that run."""
 
-A branch is a copy of a template that has loaded pipelines ahead, and is copied for programs.
-
-    template ──fork──▶ loads, gives the segments up ──▶ serves ──▶ drains ──▶ ends
-                                  └── cannot: says why, and ends
-"""
-
-import _socket
 import contextlib
-import gc
 import os
 import select
 import signal
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from shmload._host.procfs import rollup_nbytes
 from shmload._templates import leaving, messages, wire
-from shmload._templates.connections import Peer, refuse
+from shmload._templates.connections import Peer
 from shmload._templates.imports import Unfit
-from shmload._templates.messages import Call, Ended, Message, State, Stopped
-from shmload._templates.pipelines import Pipelines
+from shmload._templates.messages import Call, Ended, Message, Stopped
 
 _MAX_LOST = 3
-# Some errors of the libraries name each key of a checkpoint.
-_MAX_REASON = 500
 
 
 class Born(BaseException):
@@ -188,95 +176,6 @@ class Serving:
         caller = self._callers.pop(pid)
         self.poll.unregister(caller.channel.fileno())
         caller.close()
-
-
-class Branch:
-    """Loads pipelines, and serves the programs that want them.
-
-    Its calls come from the template, over a socket. Each of its copies has the pipelines at once,
-    so the next one is ready some milliseconds after a call. It drains when the template closes the
-    socket, or is gone.
-
-    Args:
-        orders: to and from the template.
-        pipelines: loads them.
-        become: see `Serving`.
-    """
-
-    def __init__(
-        self,
-        orders: wire.Socket,
-        pipelines: Pipelines,
-        become: Callable[[wire.Socket], Callable[[], Any]],
-    ) -> None:
-        self._orders = orders
-        self._pipelines = pipelines
-        self._become = become
-
-    def run(self, requests: tuple[str, ...], modules: list[list[str]]) -> NoReturn:
-        """Load pipelines and serve; end this process, or raise `Born` in a copy.
-
-        Args:
-            requests: the pipelines.
-            modules: what the load of each has imported in a program, as far as that is known.
-        """
-        try:
-            self._pipelines.load(requests, modules)
-        except Exception as exc:  # whatever it is, programs load by themselves
-            reason = str(exc) if isinstance(exc, Unfit) else f"{type(exc).__name__}: {exc}"
-            self._say(State(0, 0, 0, 0, 0, reason[:_MAX_REASON]))
-            os._exit(0)
-        gc.collect()
-        gc.freeze()
-        nbytes = rollup_nbytes(os.getpid(), "Private_")  # its copies share it
-        self._serving = serving = Serving(self._become_program)
-        serving.fork()
-        orders = self._orders.fileno()
-        serving.poll.register(orders, select.POLLIN)
-        is_draining = False
-        while serving.programs or not is_draining:
-            pipelines = self._pipelines
-            self._say(State(1, pipelines.loaded, nbytes, serving.programs, serving.spare,
-                            pipelines.why_not))  # fmt: skip
-            _, others = serving.wait()
-            if orders in others and not self._take_call():
-                serving.poll.unregister(orders)
-                is_draining = True
-                serving.end_spare()
-        os._exit(0)
-
-    def _take_call(self) -> bool:
-        """Hand a call to the spare; return False if no more will come."""
-        try:
-            found = messages.receive(self._orders, Call)
-        except (OSError, ValueError):
-            return False
-        if found is None:
-            return False
-        call, (fd,) = found
-        try:
-            peer = Peer(wire.take(fd))
-        except OSError:  # the caller has ended
-            return True
-        if self._pipelines.freshness and self._pipelines.freshness.is_lost():
-            refuse(peer, "stale: a package has changed")
-            # The template makes another branch then. What it has sent before still comes.
-            self._orders.shutdown(_socket.SHUT_RDWR)
-            return True
-        try:
-            self._serving.start(call, peer)
-        except OSError:  # the caller sees the end of the socket, and runs the program itself
-            peer.close()
-        return True
-
-    def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
-        self._orders.close()
-        self._serving.close_all()
-        return self._become(orders)
-
-    def _say(self, state: State) -> None:
-        with contextlib.suppress(OSError):  # the template is gone, or reads no more for now
-            messages.send(self._orders, state, waits=False)
 
 
 def _tell(caller: Peer | None, message: Message) -> None:

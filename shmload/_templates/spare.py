@@ -21,7 +21,6 @@ from shmload._templates.caller import Doubt, command_of, run_plainly
 from shmload._templates.interpreter import RUN_MODULE, Renewal, prepare, show
 from shmload._templates.kind import has_ended, renew_session_keyring
 from shmload._templates.messages import Call, Fds, Go, Ready, Refused, SendFds, Sets
-from shmload._templates.pipelines import Pipelines
 from shmload._templates.stash import Stash
 from shmload._templates.taking import (
     renew_streams,
@@ -41,7 +40,6 @@ class Spare:
         renewal: of what they keep.
         coerced: variables that Python itself has set when it started.
         keep: descriptors of the template that libraries have opened.
-        pipelines: what is loaded ahead.
     """
 
     def __init__(
@@ -50,9 +48,7 @@ class Spare:
         renewal: Renewal,
         coerced: dict[str, str],
         keep: set[int],
-        pipelines: Pipelines,
     ) -> None:
-        self._pipelines = pipelines
         self._stash = stash
         self._renewal = renewal
         self._coerced = coerced
@@ -69,8 +65,6 @@ class Spare:
         """
         self._traces.watch()
         self._renewal.renew_seeds()
-        self._keep |= self._pipelines.descriptors
-        self._stash.touch()
         try:
             found = messages.receive(orders, Call)
         except (OSError, ValueError):
@@ -127,7 +121,6 @@ class Spare:
             print(f"shmload run: {reason}, but after it had written or read; the libraries do not "
                   "see that; run it with python", file=sys.stderr)  # fmt: skip
 
-        self._pipelines.begin(call.name, prepares=bool(call.program.prepares))
         renew_streams()
         self._renewal.renew_places()
         run = prepare(call.program, self._stash)

@@ -21,7 +21,7 @@ MODULES = (
     "diffusers",
     "transformers",
     "shmload.integrations.diffusers",
-    "shmload._preparing",
+    "shmload._building.stored",
     "shmload.integrations.redirect",
     "shmload._redirecting.calls",
 )

@@ -9,7 +9,7 @@ import ctypes
 import os
 import sys
 from _thread import RLock, get_ident
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -145,10 +145,6 @@ class Stash(MetaPathFinder):
         self._counted = len(self._recorder.events)
         self._loggers.hide()
 
-    def touch(self) -> None:
-        """Have the kernel copy now the pages that giving the modules writes to: it counts them."""
-        list(self._modules.items())
-
     def show_all(self) -> None:
         """Have all modules in `sys.modules`, for code of the template."""
         sys.modules.update(self._modules)
@@ -164,21 +160,6 @@ class Stash(MetaPathFinder):
     def __contains__(self, name: object) -> bool:
         """Tell whether a module is hidden now."""
         return name in self._modules
-
-    def give(self, names: Iterable[str]) -> None:
-        """Give modules as their imports would, but all at once.
-
-        Args:
-            names: those that are not hidden are left out. If the program has put a module of its
-                own in the place of one, nothing is given: each needs an import.
-        """
-        with self._lock:
-            wanted = [name for name in names if name in self._modules]
-            if not wanted:
-                return
-            self._check_variables()
-            if not any(name in self._tops and self._is_shadowed(name) for name in wanted):
-                self._give(self._closure(wanted))
 
     def drop(self, name: str) -> bool:
         """Have a module be found in its file again, as if the template had not imported it.

@@ -27,16 +27,14 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from shmload._templates import kind, leaving, messages, place, wire
-from shmload._templates.branches import LOOK_S, Branches
 from shmload._templates.connections import Connections, Peer, Question, refuse
 from shmload._templates.freshness import Freshness
 from shmload._templates.imports import Imports, Unfit
 from shmload._templates.interpreter import Renewal
-from shmload._templates.messages import About, Call, End, Look, Noted
-from shmload._templates.notes import Requests
-from shmload._templates.pipelines import Pipelines
+from shmload._templates.kept import LOOK_S, Kept
+from shmload._templates.messages import About, Call, End, Look
 from shmload._templates.recorder import Recorder
-from shmload._templates.serving import Born, Branch, Serving
+from shmload._templates.serving import Born, Serving
 from shmload._templates.spare import Spare
 from shmload._templates.stash import Stash
 from shmload._templates.variables import first_environment, note_variables
@@ -137,73 +135,66 @@ class Template:
         if terminal:
             self._poll.register(leader, select.POLLIN)
         leaving.end_without_destructors()
-        key = self._key
-        self._pipelines = Pipelines(key, sys.modules, self._stash, self._recorder)
+        self._kept = Kept(self._stash, self._recorder)
         self._stash.hide()  # here and not in each copy: it writes to the memory of every module
-        gc.collect()
-        gc.freeze()
+        self._import_kept()
+        self._freeze()
         collector: Any = self._stash.hidden.get("shmload._host.collector")
         if collector:
             collector.note_freeze()
         serving.fork()  # before the socket is there: the first caller finds it ready
-        self._connections = Connections(place.socket_of(key), self._poll)
-        can_load = self._pipelines.can_load
-        self._branches = Branches(key, self._poll, self._become_branch, can_load=can_load)
+        self._connections = Connections(place.socket_of(self._key), self._poll)
         while True:
             self._tend()
             ended, others = serving.wait(1000 * LOOK_S)
-            for pid in ended:
-                self._branches.on_child_exit(pid)
             if ended:
                 self._used = time.monotonic()
             for fd in others:
                 if fd == leader:
                     self._poll.unregister(leader)
                     self._drain()
-                elif self._branches.state_at(fd):
-                    self._used = time.monotonic()
                 elif asked := self._connections.question_at(fd):
                     self._answer(*asked)
-
-    @property
-    def _programs(self) -> int:
-        return self._serving.programs + self._branches.programs
 
     def _tend(self) -> None:
         """Do what time or an event has brought."""
         idle = time.monotonic() - self._used
         is_lonely = idle > _LONELY_S and kind.is_alone_in(self._group)
-        if self._is_told_to_end or (not self._programs and (idle > IDLE_S or is_lonely)):
+        if self._is_told_to_end or (not self._serving.programs and (idle > IDLE_S or is_lonely)):
             self._drain()
-        if self._is_draining and not self._serving.programs and not self._branches:
+        if self._is_draining and not self._serving.programs:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._connections.path)
             os._exit(0)
-        if not self._is_draining:
-            self._branches.tend()
+        if not self._is_draining and self._import_kept():
+            self._serving.end_spare()
+            self._freeze()
+            self._serving.fork()
+
+    def _import_kept(self) -> bool:
+        """Import the modules of what loads have kept since the last time; tell if there were."""
+        names = self._kept.new()
+        if names:
+            self._freshness.close()
+            self._freshness = self._kept.make(names)
+            note_variables(self._recorder.variables)
+        return bool(names)
+
+    def _freeze(self) -> None:
+        """Have the collector leave all objects alone: to look at one would copy its page."""
+        gc.collect()
+        gc.freeze()
 
     def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
-        """Become a spare, in a copy of this process or of a branch, and then its program."""
+        """Become a spare, in a copy of this process, and then its program."""
         self._close_all()
-        spare = Spare(self._stash, self._renewal, self._coerced, self._keep, self._pipelines)
+        spare = Spare(self._stash, self._renewal, self._coerced, self._keep)
         return spare.wait(orders)
-
-    def _become_branch(
-        self, orders: wire.Socket, requests: Requests, modules: list[list[str]]
-    ) -> NoReturn:
-        """Become a branch, in a copy of this process."""
-        self._close_all()
-        self._serving.forget_spare()
-        os.close(self._lock)  # or no other template could have it when this one is gone
-        self._lock = -1
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Branch(orders, self._pipelines, self._become_program).run(requests, modules)
 
     def _close_all(self) -> None:
         """Close the sockets of the template, in a copy of it."""
-        if hasattr(self, "_connections") and self._lock >= 0:
+        if hasattr(self, "_connections"):
             self._connections.close_all()
-            self._branches.close_all()
             self._serving.close_all()
 
     def _answer(self, question: Question, peer: Peer) -> None:
@@ -217,10 +208,6 @@ class Template:
                 return
             case End():
                 self._drain()
-            case Noted(program=""):
-                self._branches.read_warmed()
-            case Noted() if question.requests:
-                self._branches.note(question)
             case Look():
                 with contextlib.suppress(OSError):
                     messages.send(peer.channel, self._about(), waits=False)
@@ -233,23 +220,22 @@ class Template:
             "name": self._name,
             "pid": os.getpid(),
             "state": "draining" if self._is_draining else "ready",
-            "programs": self._programs,
+            "programs": self._serving.programs,
             "idle_s": time.monotonic() - self._used,
-            "branches": self._branches.about(),
             "left_out": self._left_out,
-            "processes": [os.getpid(), self._serving.spare, *self._branches.processes],
+            "processes": [os.getpid(), self._serving.spare],
         }
         return About(json.dumps(found))
 
     def _why_not(self, question: Question, peer: Peer) -> str:
         """Say why a process may not use this template; empty if it may.
 
-        All processes of this user may look at it and end it. One with other rights may neither run
-        a program here nor say what one has loaded.
+        All processes of this user may look at it and end it. One with other rights may not run a
+        program here.
         """
         if peer.user != os.geteuid():
             return "the template is another user's"
-        if isinstance(question, Call | Noted) and (why := peer.how_it_differs(self._rights)):
+        if isinstance(question, Call) and (why := peer.how_it_differs(self._rights)):
             return f"this process may not use the template: {why}"
         if not isinstance(question, Call):
             return ""
@@ -261,11 +247,8 @@ class Template:
         return ""
 
     def _start(self, call: Call, peer: Peer) -> None:
-        """Hand a program to the branch that has its pipelines, or else to the spare."""
+        """Hand a program to the spare."""
         self._used = time.monotonic()
-        if self._branches.hand_over(call, peer.channel):
-            peer.close()
-            return
         try:
             self._serving.start(call, peer)
         except OSError as exc:
@@ -282,5 +265,4 @@ class Template:
         with contextlib.suppress(OSError):  # the directory was removed
             self._connections.move(f"{self._connections.path}.{os.getpid()}")
         self._serving.end_spare()
-        self._branches.end()
         place.give_lock_back(self._lock)

@@ -171,16 +171,12 @@ def differences(before: "Mapping[str, str]", after: "Mapping[str, str]") -> list
     return [[name, after[name]] if name in after else [name] for name in changed]
 
 
-def name_of(program: "Program") -> str:
-    """Return what all runs of a program in this directory have in common."""
+def _key(program: "Program") -> str:
+    """Return the key of the note that all runs of a program in this directory share."""
     value = os.fsdecode(program.value)
     if program.kind == "script":
         value = os.path.abspath(value)
-    return f"{os.getcwd()}\n{program.kind}\n{value}"
-
-
-def _key(program: "Program") -> str:
-    return place.key_of(name_of(program))
+    return place.key_of(f"{os.getcwd()}\n{program.kind}\n{value}")
 
 
 # Of --redirect ----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import transformers
 
 from shmload import _compat as compat
-from shmload._building import state
 
 pytestmark = pytest.mark.libraries
 
@@ -41,19 +40,6 @@ def test_name_is_there(where):
     holder = functools.reduce(getattr, above, importlib.import_module(home))
     # Attributes that a constructor sets, and inner functions, are in the code alone.
     assert hasattr(holder, name) or name in inspect.getsource(holder), compat.NAMES[where]
-
-
-def test_mode_whose_name_has_moved_is_another_each_time(monkeypatch):
-    monkeypatch.setitem(state.MODES, "flash attention", compat.reader("_no_such_mode"))
-    assert state.why_other(state.modes()) == "flash attention: it is another"
-
-
-def test_package_that_does_not_tell_its_names_counts_as_replaced(monkeypatch):
-    import diffusers
-
-    assert state.replaced_name() is None
-    monkeypatch.delitem(vars(diffusers), "_class_to_module")
-    assert state.replaced_name() == "diffusers"
 
 
 @pytest.mark.parametrize("where", ["no_such_module:name", "torch:_no_such_name"])

@@ -16,7 +16,7 @@ ISLANDS = {
     "Ray": ("integrations/ray.py",),
     "redirect": ("_redirecting", "integrations/redirect.py"),
     "doctor": ("_doctor",),
-    "templates": ("_templates", "_preparing.py"),
+    "templates": ("_templates",),
 }
 _LOAD = """
 import sys

@@ -159,8 +159,8 @@ import ctypes, os, sys
 from shmload._templates import messages, wire
 from shmload._templates.messages import Call, Program, Refused, SendFds
 from shmload._templates.kind import own_standing
-program = Program("code", b"pass", [], [], "", 0)
-call = Call(program, "", [], [0, 1, 2], 0, own_standing(), 0)
+program = Program("code", b"pass", [], [], "")
+call = Call(program, [], [0, 1, 2], 0, own_standing(), 0)
 channel = wire.open_socket()
 folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
 libc = ctypes.CDLL(None)

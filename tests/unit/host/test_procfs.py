@@ -18,7 +18,6 @@ from shmload._host.procfs import (
     mapped_library,
     mappers,
     mappings,
-    memory_stall,
     shared_ranges,
 )
 from shmload._host.shm import shm_unlink
@@ -255,12 +254,3 @@ def test_loaded_library_is_found_by_the_beginning_of_its_name():
     assert path is None or os.path.isfile(path)  # musl's has another name
     assert mapped_library("libnothing.so") is None
     assert mapped_library("python") or mapped_library("libpython")
-
-
-def test_stalls_are_read_and_a_kernel_without_pressure_tells_none(tmp_path):
-    assert memory_stall("some", tmp_path / "memory") == 0.0
-    (tmp_path / "memory").write_text(
-        "some avg10=12.50 avg60=1.00 avg300=0.00 total=1\nfull avg10=2.00 avg60=0 avg300=0 total=0"
-    )
-    assert memory_stall("some", tmp_path / "memory") == 12.5
-    assert memory_stall("full", tmp_path / "memory") == 2.0

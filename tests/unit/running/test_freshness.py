@@ -66,10 +66,3 @@ def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatc
     path.write_text("value = 2")
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # as `cp -p` and `rsync -a` do
     assert freshness.is_lost()
-
-
-def test_modules_of_the_template_are_left_to_it_by_a_branch(module):
-    of_template = module("of_template")
-    freshness = Freshness(but=["of_template"])
-    os.utime(of_template, ns=(1, 1))
-    assert not freshness.is_lost()

@@ -12,11 +12,11 @@ from shmload._templates.messages import VERSION, Call, Program, Standing
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc80\udcff"))
 _PROGRAMS = st.builds(
     Program, st.sampled_from(["script", "code"]), st.binary(), st.lists(st.binary()),
-    st.lists(st.binary()), _TEXTS, st.integers(0, 1),
+    st.lists(st.binary()), _TEXTS,
 )  # fmt: skip
 _STANDINGS = st.builds(Standing, st.integers(), st.integers(), _TEXTS, st.integers(), st.integers())
 _CALLS = st.builds(
-    Call, _PROGRAMS, _TEXTS, st.lists(st.lists(_TEXTS)), st.lists(st.integers()),
+    Call, _PROGRAMS, st.lists(st.lists(_TEXTS)), st.lists(st.integers()),
     st.integers(), _STANDINGS, st.integers(0, 1),
 )  # fmt: skip
 
