@@ -4,10 +4,9 @@ Guarantee: what it returns equals what `from_pretrained` gives with the same arg
 raises.
 """
 
-import contextlib
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
@@ -20,13 +19,12 @@ from shmload._building.remembered import once
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.wanted import (
-    PIPELINE_ARGUMENTS,
     Wanted,
     is_publication,
 )
 from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
-from shmload.errors import ArgumentError, ShmloadError
+from shmload.errors import ArgumentError
 from shmload.integrations.models import load_model
 
 if TYPE_CHECKING:
@@ -35,10 +33,6 @@ if TYPE_CHECKING:
 
     from shmload._building.maker import Maker
     from shmload._loading.progress import Callback
-
-# The components of a modular pipeline are decoded ahead with these arguments alone: any other may
-# change which are loaded, or how.
-_AHEAD = PIPELINE_ARGUMENTS | {"collection", "components_manager", "trust_remote_code", "variant"}
 
 _Pipeline = TypeVar("_Pipeline", bound="DiffusionPipeline")
 
@@ -234,45 +228,10 @@ def _load_modular(
     by_name = devices if isinstance(devices, Mapping) else {}
 
     is_cold = "diffusers" not in sys.modules
-    with whole_libraries(), paused_gc(), _decoding_ahead(wanted, options, kwargs):
+    with whole_libraries(), paused_gc():
         # Not at the top: it imports diffusers.
         from shmload._building.modular import make_modular
 
         if is_cold:
             freeze_imports()
         return make_modular(wanted, pipeline_class, kwargs, by_name, load_component)
-
-
-@contextlib.contextmanager
-def _decoding_ahead(wanted: Wanted, options: Options, kwargs: Collection[str]) -> Iterator[None]:
-    """Decode all components of a modular pipeline at once, while the block attaches one by one.
-
-    It decodes what is kept on the host and whose rules are remembered. An error here is no error
-    yet: the block meets it again, and raises it.
-    """
-    from shmload._checkpoints.chosen_rule import is_known, rule_for
-    from shmload._checkpoints.modular import find_whole_source
-    from shmload._checkpoints.own_dtypes import settle_dtype
-    from shmload._loading.load import Load
-    from shmload._loading.progress import Progress
-    from shmload._segments.segment import Stay
-
-    is_plain = options.keep is True and options.device_map is None and _AHEAD.issuperset(kwargs)
-    with contextlib.ExitStack() as ending:
-        if is_plain:
-            with contextlib.suppress(ShmloadError):
-                found = find_whole_source(wanted)
-                dtype = settle_dtype(wanted.dtype, found)
-                # If it has both indexes, the ordinary one was read, and the block reads the other.
-                listed = found.checkpoints if found.is_modular else ()
-                known = tuple(each for each in listed if is_known(each, dtype))
-                load = Load(
-                    msgspec.structs.replace(found, checkpoints=known),
-                    {each.component: rule_for(each, dtype) for each in known},
-                    stay=Stay.RESIDENT,
-                    progress=ending.enter_context(Progress(False, wanted.title)),
-                    parent_is_busy="diffusers" not in sys.modules,
-                    workers=options.workers,
-                )
-                ending.enter_context(load)
-        yield
