@@ -1,6 +1,7 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
 import functools
+import os
 import shutil
 
 import diffusers
@@ -145,6 +146,16 @@ def install_a_package(source, monkeypatch):
     monkeypatch.syspath_prepend(str(folder.parent))
 
 
+def install_a_package_again(source, monkeypatch):
+    install_a_package(source, monkeypatch)
+    load(source)
+    os.utime(source.parent / "packages" / "new-1.0.dist-info", ns=(0, 0))
+
+
+def hide_gpus(source, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def change_code(source, monkeypatch):
     stamp_of = code._stamp_of
     file = diffusers.AutoencoderKL.__init__.__wrapped__.__code__.co_filename
@@ -164,6 +175,8 @@ CHANGES = [
     add_a_file,
     set_a_variable,
     install_a_package,
+    install_a_package_again,
+    hide_gpus,
     change_code,
     change_a_version,
 ]
@@ -280,6 +293,13 @@ def test_in_a_mode_it_is_built_each_time(saved, built, mode):
     assert (len(built), kept()) == (2, [])
 
 
+def test_rank_that_gets_its_weights_of_another_builds_for_itself(saved, built, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    for _ in range(2):
+        load(saved("stable-diffusion"))
+    assert (len(built), kept()) == (2, [])
+
+
 @pytest.mark.parametrize("kind", [Mine, f"{Mine.__module__}.{Mine.__name__}"])
 def test_class_outside_of_the_libraries_is_built_each_time(saved, built, kind):
     source = saved("stable-diffusion")
@@ -333,6 +353,23 @@ def test_source_that_changes_while_it_is_built_is_not_kept(copied, monkeypatch):
 
     monkeypatch.setattr(Build, "_build_models", change)
     load(source)
+    assert kept() == []
+
+
+def test_configuration_that_moves_while_it_is_read_is_not_kept(one_file, tmp_path, monkeypatch):
+    config, path = one_file("stable-diffusion")
+    other = shutil.copytree(config, tmp_path / "other")
+    link = tmp_path / "config"
+    link.symlink_to(config)
+    build = Build._build_models
+
+    def move(self):
+        link.unlink()
+        link.symlink_to(other)
+        return build(self)
+
+    monkeypatch.setattr(Build, "_build_models", move)
+    load(path, config=str(link))
     assert kept() == []
 
 
