@@ -1,5 +1,6 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
+import errno
 import functools
 import os
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.hooks import RemovableHandle
 
 import shmload
-from shmload._building import code, keeping, keys, remembered, tensor_parts
+from shmload._building import code, keeping, keys, remembered, stored, tensor_parts
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -298,6 +299,17 @@ def test_rank_that_gets_its_weights_of_another_builds_for_itself(saved, built, m
     for _ in range(2):
         load(saved("stable-diffusion"))
     assert (len(built), kept()) == (2, [])
+
+
+def test_process_that_cannot_map_what_is_kept_builds_for_itself(saved, built, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    source = saved("stable-diffusion")
+    load(source)
+    monkeypatch.setattr(stored, "map_ranges", fail)
+    assert_equal(load(source), reference(source, BF16))
+    assert (len(built), kept()) == (2, ["whole"])
 
 
 @pytest.mark.parametrize("kind", [Mine, f"{Mine.__module__}.{Mine.__name__}"])
