@@ -211,6 +211,16 @@ def test_change_of_a_dtype_or_mode_is_another(saved, built):
     assert len(built) == before + 3
 
 
+def test_program_that_chooses_other_dtypes_has_it_built_anew(saved, monkeypatch):
+    source = saved("stable-diffusion")
+    load(source)
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "_keep_in_fp32_modules", ["conv_in"])
+    wanted = reference(source, BF16)
+    assert wanted.unet.conv_in.weight.dtype is torch.float32
+    for _ in range(2):
+        assert_equal(load(source), wanted)
+
+
 def replace_a_constructor(monkeypatch):
     plain = diffusers.DDIMScheduler.__init__
 
