@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._building.keys import Incomparable, key_of, stamps_of
+from shmload._building.keys import Incomparable, is_chosen_elsewhere, key_of
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
 from shmload.errors import ArgumentError, SourceNotFound
@@ -62,17 +62,17 @@ def mix(
     if not adapters:
         raise ArgumentError("mix() needs LoRAs; load_pipeline loads a pipeline without")
     facts = {
-        "loras": [
-            [os.path.realpath(path), stamps_of(path), scale, given]
-            for path, scale, given in adapters
-        ],
+        "loras": [[scale, given] for _, scale, given in adapters],
         "given_as": os.fspath(source),
         # A dtype and its name mean the same.
         "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
         "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
     }
+    given = [each for each in load_kwargs.values() if isinstance(each, str | os.PathLike)]
+    paths = [Path(each) for each in given if os.path.exists(each)]
+    read = (_local(source), *(each.path for each in adapters), *paths)
     try:
-        key = key_of(_local(source), facts)
+        key = None if is_chosen_elsewhere(read[0], load_kwargs) else key_of(read, facts)
     except Incomparable as exc:
         raise ArgumentError(
             "mix() takes names, numbers and classes as arguments, no objects"

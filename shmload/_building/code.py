@@ -31,6 +31,8 @@ _MAKERS = (
     "__init__", "__new__", "_from_config", "from_config", "from_pretrained", "from_single_file",
     "register_modules",
 )  # fmt: skip
+# What programs set on a class to have other dtypes.
+_CHOOSE_DTYPES = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _STARTED_AT_FIELD = 19
 """Of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
 _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
@@ -56,6 +58,13 @@ def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
         package = name.partition(".")[0]
         if isinstance(thing, type):
             _require_own(thing, package, (*installed, *editable.values()))
+            chosen = {k: vars(thing)[k] for k in _CHOOSE_DTYPES if k in vars(thing)}
+            if chosen:
+                # Sets have another order in each process.
+                text = repr(
+                    [(k, sorted(v) if isinstance(v, set) else v) for k, v in chosen.items()]
+                )
+                found[f"{name}.{thing.__qualname__}"] = (0, _number_of(text), 0)
         path = getattr(sys.modules.get(name), "__file__", None)
         if path is None or name in found:  # of the interpreter, or seen
             continue
@@ -143,8 +152,12 @@ def _stamp_of_all(folder: str) -> Stamp:
     """Return one stamp of all code below a folder: size, a number of all of it, the last time."""
     names = [name for name in files_below(folder) if name.endswith((".py", ".so"))]
     stamps = list(map(_stamp_of, names))
-    digest = hashlib.blake2b(repr([names, stamps]).encode(), digest_size=7).digest()
-    return sum(each[0] for each in stamps), int.from_bytes(digest), max(each[2] for each in stamps)
+    number = _number_of(repr([names, stamps]))
+    return sum(each[0] for each in stamps), number, max(each[2] for each in stamps)
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def _process_began_ns() -> int:

@@ -48,14 +48,14 @@ class Key(NamedTuple):
     """Of its segment."""
     file: str
     """A file of its weights: the segment belongs to the model of that file."""
-    root: Path
-    """The directory or file that it is loaded from."""
+    read: tuple[Path, ...]
+    """The directories and files that it is made from."""
     files: str
-    """A digest of the files below."""
+    """A digest of all files below."""
 
     def holds(self) -> bool:
-        """Tell whether the files below the root are still the same."""
-        return _files_of(self.root) == self.files
+        """Tell whether what it is made from is still the same."""
+        return _files_of(self.read) == self.files
 
 
 def key_of_load(
@@ -80,13 +80,11 @@ def key_of_load(
     is_quantised = not QUANTISING_KEYWORDS.isdisjoint(given)
     # With links, files lie in no segment.
     is_asked = is_quantised or (settings().remember and not options.may_link)
-    # diffusers chooses a configuration by a file's keys, in the hub.
-    is_chosen = source.root.is_file() and "config" not in given
     configs = [given[name] for name in _CONFIGS if name in given]
     # An adapter names its base model, whose files lie elsewhere.
     adapter = source.root / str(given.get("subfolder", "")) / "adapter_config.json"
     if (
-        is_chosen
+        is_chosen_elsewhere(source.root, given)
         or not (is_asked and options.leaves_on_host)
         or not _is_of_library(cls)
         or adapter.exists()
@@ -98,19 +96,23 @@ def key_of_load(
         "class": [type(maker).__name__, _name_of(cls), source.class_name],
         # Components that are left out are there as None.
         "components": [source.components, source.unread, sorted(kwargs)],
-        # An index may name some outside of the source.
-        "shards": list(map(stamps_of, source.shards)),
-        "configs": [stamps_of(Path(each)) for each in configs],
-        "folders": {name: stamps_of(each) for name, each in source.folders.items()},
+        "folders": sorted(source.folders),
         # The models note it.
         "given_as": [os.fspath(source.given), isinstance(source.given, str), maker.takes_path],
         "dtype": _spelled(dtype),
         "given": given,
     }
+    # An index may name shards outside of the source.
+    read = (source.root, *source.shards, *map(Path, configs), *source.folders.values())
     try:
-        return key_of(source.root, facts, next(iter(source.shards), None))
+        return key_of(read, facts, next(iter(source.shards), None))
     except Incomparable:
         return None
+
+
+def is_chosen_elsewhere(root: Path, given: Mapping[str, Any]) -> bool:
+    """Tell whether diffusers chooses a configuration by a file's keys, in the hub."""
+    return root.is_file() and given.get("config") is None
 
 
 def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,28 +158,34 @@ def _is_comparable(name: str, value: object) -> bool:
     return is_word or isinstance(value, bool | int | float)
 
 
-def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -> Key | None:
+def key_of(
+    read: tuple[Path, ...], facts: Mapping[str, object], shard: Path | None = None
+) -> Key | None:
     """Return the key of an object; None if in this process the libraries may make another one.
 
     Args:
-        root: the directory or file that it is loaded from; all files below count.
+        read: the directories and files that it is made from, its source first; all files below
+            count.
         facts: what else counts.
-        shard: a file of its weights; None for the first one below `root`.
+        shard: a file of its weights; None for the first one of its source.
 
     Raises:
         Incomparable: a fact may mean more than it shows.
     """
-    file = os.path.abspath(shard or next((each.path for each in weights_below(str(root))), root))
+    first = shard or next((each.path for each in weights_below(str(read[0]))), read[0])
+    file = os.path.abspath(first)
     defaults = _defaults()
-    if defaults is None or not os.path.isfile(file):
+    if defaults is None or _lacks_weights() or not os.path.isfile(file):
         return None
-    files = _files_of(root)
+    files = _files_of(read)
     known = {
         **facts,
         "version": [_VERSION, __version__],
         "files": files,
         "defaults": defaults,
-        "python": [sys.version, sys.prefix, platform.machine()],
+        "python": [sys.version, sys.prefix, sys.flags.optimize, platform.machine()],
+        # Without a GPU transformers makes floats of some quantised weights.
+        "hides_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
         "packages": sorted({name for folder in sys.path for name in _distributions(folder)}),
         "variables": sorted(each for each in os.environ.items() if each[0].startswith(_VARIABLES)),
     }
@@ -185,11 +193,11 @@ def key_of(root: Path, facts: Mapping[str, object], shard: Path | None = None) -
         text = json.dumps(known, default=_plain, sort_keys=True)
     except (TypeError, ValueError) as exc:
         raise Incomparable(str(exc)) from exc
-    return Key(built_name(_digest(text)), file, root, files)
+    return Key(built_name(_digest(text)), file, read, files)
 
 
-def _files_of(root: Path) -> str:
-    return _digest(repr([os.path.realpath(root), stamps_of(root)]))
+def _files_of(read: tuple[Path, ...]) -> str:
+    return _digest(repr([(os.path.realpath(each), stamps_of(each)) for each in read]))
 
 
 def _digest(text: str) -> str:
@@ -223,10 +231,18 @@ def _defaults() -> list[str] | None:
     return [str(torch.get_default_dtype()), str(torch.is_grad_enabled())]
 
 
+def _lacks_weights() -> bool:
+    """Tell whether transformers reads weights in rank 0 alone, which FSDP sends to the others."""
+    asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    return asked.lower() not in ("", "0", "false")
+
+
 def _distributions(folder: str) -> list[str]:
-    """Return name and version of the packages in a directory of `sys.path`."""
+    """Return name, version and time of the packages that are installed in a directory."""
     try:
-        return [name for name in os.listdir(folder) if name.endswith(".dist-info")]
+        with os.scandir(folder) as found:
+            own = [each for each in found if each.name.endswith(".dist-info")]
+            return [f"{each.name} {each.stat().st_mtime_ns}" for each in own]
     except OSError:
         return []
 

@@ -149,7 +149,7 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
             kept = _Kept(level, restore(record), nbytes)
         logger.info("%s: what an earlier load has built (%s)", key.file, level.value)
         return kept
-    except CannotKeepHere as exc:  # it holds for others
+    except (CannotKeepHere, OSError, MemoryError) as exc:  # it holds for others
         logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
         forget_locals(exc, None)
         return _Kept(Level.NOTHING, types.SimpleNamespace())

@@ -190,7 +190,7 @@ from pathlib import Path
 from shmload._building.keys import key_of
 from shmload._building.remembered import once
 def make(number, device):
-    key = key_of(Path(sys.argv[1]), dict(number=number))
+    key = key_of((Path(sys.argv[1]),), dict(number=number))
     return once(key, lambda _: torch.nn.Linear(2, 2).to(device), keep=True)
 for _ in range(2):
     torch.manual_seed(0)

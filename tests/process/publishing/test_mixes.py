@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import json
 import os
+import shutil
 from pathlib import Path
 
 import diffusers
@@ -77,6 +79,16 @@ def test_mix_is_what_the_library_fuses_and_is_made_once(saved, loras, count, mon
         assert_equal(pipe, wanted)
         assert copied_nbytes(pipe) == 0
     assert len(runs) == len(mixes()) == 1
+
+
+def test_mix_of_a_file_follows_its_configuration(one_file, loras, tmp_path):
+    config, path = one_file("stable-diffusion")
+    config = shutil.copytree(config, tmp_path / "config")
+    file = config / "scheduler" / "scheduler_config.json"
+    for end in (0.1, 0.2):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": end}))
+        pipe = shmload.mix(path, loras, config=str(config), progress=False)
+        assert pipe.scheduler.config.beta_end == end
 
 
 def test_other_scales_and_orders_are_other_mixes(saved, loras):

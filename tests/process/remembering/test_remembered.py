@@ -1,6 +1,8 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
+import errno
 import functools
+import os
 import shutil
 
 import diffusers
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.hooks import RemovableHandle
 
 import shmload
-from shmload._building import code, keeping, keys, remembered, tensor_parts
+from shmload._building import code, keeping, keys, remembered, stored, tensor_parts
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -145,6 +147,16 @@ def install_a_package(source, monkeypatch):
     monkeypatch.syspath_prepend(str(folder.parent))
 
 
+def install_a_package_again(source, monkeypatch):
+    install_a_package(source, monkeypatch)
+    load(source)
+    os.utime(source.parent / "packages" / "new-1.0.dist-info", ns=(0, 0))
+
+
+def hide_gpus(source, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def change_code(source, monkeypatch):
     stamp_of = code._stamp_of
     file = diffusers.AutoencoderKL.__init__.__wrapped__.__code__.co_filename
@@ -164,6 +176,8 @@ CHANGES = [
     add_a_file,
     set_a_variable,
     install_a_package,
+    install_a_package_again,
+    hide_gpus,
     change_code,
     change_a_version,
 ]
@@ -195,6 +209,16 @@ def test_change_of_a_dtype_or_mode_is_another(saved, built):
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(built) == before + 3
+
+
+def test_program_that_chooses_other_dtypes_has_it_built_anew(saved, monkeypatch):
+    source = saved("stable-diffusion")
+    load(source)
+    monkeypatch.setattr(diffusers.UNet2DConditionModel, "_keep_in_fp32_modules", ["conv_in"])
+    wanted = reference(source, BF16)
+    assert wanted.unet.conv_in.weight.dtype is torch.float32
+    for _ in range(2):
+        assert_equal(load(source), wanted)
 
 
 def replace_a_constructor(monkeypatch):
@@ -280,6 +304,24 @@ def test_in_a_mode_it_is_built_each_time(saved, built, mode):
     assert (len(built), kept()) == (2, [])
 
 
+def test_rank_that_gets_its_weights_of_another_builds_for_itself(saved, built, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    for _ in range(2):
+        load(saved("stable-diffusion"))
+    assert (len(built), kept()) == (2, [])
+
+
+def test_process_that_cannot_map_what_is_kept_builds_for_itself(saved, built, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    source = saved("stable-diffusion")
+    load(source)
+    monkeypatch.setattr(stored, "map_ranges", fail)
+    assert_equal(load(source), reference(source, BF16))
+    assert (len(built), kept()) == (2, ["whole"])
+
+
 @pytest.mark.parametrize("kind", [Mine, f"{Mine.__module__}.{Mine.__name__}"])
 def test_class_outside_of_the_libraries_is_built_each_time(saved, built, kind):
     source = saved("stable-diffusion")
@@ -342,6 +384,23 @@ def test_source_that_changes_while_it_is_built_is_not_kept(copied, monkeypatch):
 
     monkeypatch.setattr(Build, "run", change)
     load(source)
+    assert kept() == []
+
+
+def test_configuration_that_moves_while_it_is_read_is_not_kept(one_file, tmp_path, monkeypatch):
+    config, path = one_file("stable-diffusion")
+    other = shutil.copytree(config, tmp_path / "other")
+    link = tmp_path / "config"
+    link.symlink_to(config)
+    build = Build._build_models
+
+    def move(self):
+        link.unlink()
+        link.symlink_to(other)
+        return build(self)
+
+    monkeypatch.setattr(Build, "_build_models", move)
+    load(path, config=str(link))
     assert kept() == []
 
 
