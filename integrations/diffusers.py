@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from shmload._building.call import noted
-from shmload._building.keys import key_of_load, own_quantisers
+from shmload._building.call import Call, note
 from shmload._building.makers import PipelineMaker
-from shmload._building.options import Keep, Options, require_readable
-from shmload._building.remembered import once
+from shmload._building.options import Keep, Options
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.wanted import (
-    Wanted,
     is_publication,
 )
 from shmload._checkpoints.weights import is_single_file
@@ -63,7 +60,6 @@ def load_pipeline(
     progress: "Callback | bool | None" = None,
     **from_pretrained_kwargs: Any,
 ) -> Any: ...
-@noted
 def load_pipeline(
     source: str | os.PathLike[str],
     *,
@@ -156,77 +152,54 @@ def load_pipeline(
             "components": components,
         } | options.devices
         return load_published(str(source), given | from_pretrained_kwargs)
-    kwargs = from_pretrained_kwargs
-    wanted = Wanted.parse(
+    call = Call.parse(
+        load_pipeline,
+        pipeline_class,
         source,
         dtype,
-        components,
-        kwargs.get("variant"),
-        kwargs,
-        function=load_pipeline,
+        options,
+        from_pretrained_kwargs,
+        components=components,
         is_pipeline=True,
-        has_others=True,
     )
-    require_readable(options, kwargs)
-    maker: Maker
+    made = _load(call)
+    note(made, call)
+    return made
+
+
+def _load(call: Call) -> Any:
+    wanted, kwargs = call.wanted, dict(call.kwargs)
     if is_single_file(wanted.source):
         from shmload._building.single_file import SinglePipelineMaker, bring_single_file
 
         wanted = bring_single_file(wanted)
-        maker = SinglePipelineMaker(pipeline_class, wanted, kwargs.get("config"))
-    else:
-        maker = PipelineMaker(pipeline_class)
-    found, dtype = maker.find(wanted, kwargs, load_pipeline)
-    if isinstance(maker, PipelineMaker) and maker.makes_modular(found):
-        return _load_modular(wanted, pipeline_class, options, kwargs)
-
-    def build(models: Mapping[str, Any]) -> Any:
-        from shmload._building.attempt import load  # a load that is recalled needs none of it
-
-        own = {**own_quantisers(kwargs), **models}
-        return load(found, maker, dtype, options, own, title=wanted.title)
-
-    key = key_of_load(pipeline_class, found, maker, dtype, options, kwargs)
-    return once(
-        key,
-        build,
-        keep=bool(options.keep),
-        meanwhile=lambda: maker.import_classes(found),
-        on_recall=options.tell_recalled,
-    )
+        maker: Maker = SinglePipelineMaker(call.cls, wanted, kwargs.get("config"))
+        return call.answer(maker, *maker.find(wanted, kwargs, load_pipeline), kwargs)
+    pipelines = PipelineMaker(call.cls)
+    found, dtype = pipelines.find(wanted, kwargs, load_pipeline)
+    if pipelines.makes_modular(found):
+        return _load_modular(call)
+    return call.answer(pipelines, found, dtype, kwargs)
 
 
-def _load_modular(
-    wanted: Wanted,
-    pipeline_class: type | str | None,
-    options: Options,
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Load a modular pipeline: the library makes it, and `load_model` each of its models.
-
-    Args:
-        wanted: what to load.
-        pipeline_class: as for `load_pipeline`.
-        options: how to load; devices by component, or for each model.
-        kwargs: as for `make_modular`.
-    """
-    devices = options.device_map
+def _load_modular(call: Call) -> Any:
+    """Load a modular pipeline: the library makes it, and `load_model` each of its models."""
+    devices = call.options.device_map
 
     def load_component(component: str, cls: Any, source: str, **given: Any) -> Any:
-        own = msgspec.structs.asdict(options)
+        own = msgspec.structs.asdict(call.options)
         if isinstance(devices, Mapping):
             own["device_map"] = devices.get(component, devices.get("default"))
         if own["device_map"] is None:  # what bounds a copy to devices
             own |= {"max_memory": None, "max_host_memory": None}
         return load_model(cls, source, **own, **given)
 
-    if is_url(wanted.source):
+    if is_url(call.wanted.source):
         raise ArgumentError(
-            f"{wanted.source} is a modular pipeline: the library reads none from a URL; download "
-            "it, and give its directory"
+            f"{call.wanted.source} is a modular pipeline: the library reads none from a URL; "
+            "download it, and give its directory"
         )
     by_name = devices if isinstance(devices, Mapping) else {}
-
     is_cold = "diffusers" not in sys.modules
     with whole_libraries(), paused_gc():
         # Not at the top: it imports diffusers.
@@ -234,4 +207,4 @@ def _load_modular(
 
         if is_cold:
             freeze_imports()
-        return make_modular(wanted, pipeline_class, kwargs, by_name, load_component)
+        return make_modular(call.wanted, call.cls, call.kwargs, by_name, load_component)

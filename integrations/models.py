@@ -8,12 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmload._building.call import noted
-from shmload._building.keys import key_of_load, own_quantisers
+from shmload._building.call import Call, note
 from shmload._building.makers import ModelMaker
-from shmload._building.options import Keep, Options, require_readable
-from shmload._building.remembered import once
-from shmload._checkpoints.wanted import Wanted, is_publication
+from shmload._building.options import Keep, Options
+from shmload._checkpoints.wanted import is_publication
 from shmload._checkpoints.weights import is_single_file
 from shmload.errors import ArgumentError
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from shmload._loading.progress import Callback
 
 
-@noted
 def load_model(
     cls: type | str,
     source: str | os.PathLike[str],
@@ -109,35 +106,24 @@ def load_model(
         if value is not None:
             kwargs[name] = value
     _require_order(cls, source)
-    wanted = Wanted.parse(
-        source, dtype, None, variant, kwargs, function=load_model, has_others=True
-    )
-    require_readable(options, kwargs)
+    call = Call.parse(load_model, cls, source, dtype, options, kwargs)
+    made = _load(call, takes_path=not isinstance(source, str))
+    note(made, call)
+    return made
+
+
+def _load(call: Call, *, takes_path: bool) -> Any:
+    wanted, kwargs = call.wanted, dict(call.kwargs)
     maker: Maker
     if is_single_file(wanted.source):
         from shmload._building.blocks_maker import maker_of_file
         from shmload._building.single_file import bring_single_file
 
         wanted = bring_single_file(wanted)
-        maker = maker_of_file(cls, wanted.source, kwargs)
+        maker = maker_of_file(call.cls, wanted.source, kwargs)
     else:
-        maker = ModelMaker(cls, takes_path=not isinstance(source, str))
-    found, dtype = maker.find(wanted, kwargs, load_model)
-
-    def build(models: Mapping[str, Any]) -> Any:
-        from shmload._building.attempt import load  # a load that is recalled needs none of it
-
-        own = own_quantisers(kwargs)
-        return load(found, maker, dtype, options, own, title=wanted.title)
-
-    key = key_of_load(cls, found, maker, dtype, options, kwargs)
-    return once(
-        key,
-        build,
-        keep=bool(options.keep),
-        meanwhile=lambda: maker.import_classes(found),
-        on_recall=options.tell_recalled,
-    )
+        maker = ModelMaker(call.cls, takes_path=takes_path)
+    return call.answer(maker, *maker.find(wanted, kwargs, load_model), kwargs)
 
 
 def _name_of(cls: type | str) -> str:

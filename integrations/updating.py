@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shmload._building.call import Call, call_of
+from shmload._building.call import call_of
 from shmload._building.homecoming import adopt
 from shmload._building.mapped import modules_of
 from shmload._building.published import load_published, opened
@@ -121,20 +121,22 @@ def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, 
     if is_publication(source):
         with opened(str(source)) as version:  # while it is attached, it stays
             return version.source, load_published(version.source, arguments)
-    call = call_of(models_in(thing).get("", thing)) or _call_for(thing)
+    call = call_of(models_in(thing).get("", thing))
+    if call is None:
+        return str(source), _load_like(thing, source, arguments)
     passed = {name: getattr(thing, name) for name in call.passed}
-    return str(source), call.load(source=source, **{**call.arguments, **passed, **arguments})
+    return str(source), call.again(source, **{**passed, **arguments})
 
 
-def _call_for(thing: Any) -> Call:
-    """Return a call that makes a pipeline or model like one that comes from elsewhere."""
+def _load_like(thing: Any, source: _Source, arguments: dict[str, Any]) -> Any:
+    """Load a source by the class of a pipeline or model that comes from elsewhere."""
     dtypes = {name: _dtype_of(model) for name, model in models_in(thing).items()}
     if "" in dtypes:
         cls = type(models_in(thing)[""])
-        return Call(load_model, {"cls": cls, "dtype": dtypes[""], "keep": True})
+        return load_model(cls, source, **{"dtype": dtypes[""], "keep": True, **arguments})
     absent = {name: None for name in thing.config if vars(thing).get(name, thing) is None}
     of_class = {"pipeline_class": type(thing), "dtype": dtypes, "keep": True}
-    return Call(load_pipeline, of_class | absent)
+    return load_pipeline(source, **{**of_class, **absent, **arguments})
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype | None:

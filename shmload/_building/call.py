@@ -1,39 +1,126 @@
-"""The call that has made a pipeline or model, so that it can be made again of another source.
+"""A call of `load_pipeline` or `load_model`: what it asks for, from the door to what it has made.
 
-Guarantee: what is noted neither keeps a pipeline, a model or a component alive, nor shows in one.
+Guarantee: what is noted of a call neither keeps a pipeline, a model or a component alive, nor shows
+in one.
 """
 
-import functools
+import os
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Self
 
-from shmload._checkpoints.wanted import is_publication
+import msgspec
 
-_Load = TypeVar("_Load", bound=Callable[..., Any])
+from shmload._building.keys import key_of_load, own_quantisers
+from shmload._building.maker import Maker
+from shmload._building.options import Options, require_readable
+from shmload._building.remembered import once
+from shmload._checkpoints.source import Source
+from shmload._checkpoints.wanted import Wanted
 
-# What another call does not repeat: the source; where the weights go, since those of another source
-# are copied to where the first are; what a caller watches; and objects that have weights.
-_LEFT_OUT = {
-    "collection",
-    "components_manager",
-    "device_map",
-    "max_host_memory",
-    "max_memory",
-    "output_loading_info",
-    "progress",
-    "source",
-    "state_dict",
-}
+# What another call does not repeat: what a caller watches, and objects that have weights.
+_LEFT_OUT = {"collection", "components_manager", "output_loading_info", "state_dict"}
 
 
-class Call(NamedTuple):
-    """A call of `load_pipeline` or `load_model`, without its source."""
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What one call asks for."""
 
-    load: Callable[..., Any]
-    arguments: Mapping[str, Any]
+    function: Callable[..., Any]
+    """`load_pipeline` or `load_model`."""
+    cls: type | str | None
+    """The class, or its name; None for the one that the source names."""
+    wanted: Wanted
+    options: Options
+    kwargs: dict[str, Any]
+    """For the library."""
     passed: tuple[str, ...] = ()
-    """The names of components that the caller has passed in as objects."""
+    """The names of components that the caller has passed in as objects, once they are known."""
+
+    @classmethod
+    def parse(
+        cls,
+        function: Callable[..., Any],
+        named: type | str | None,
+        source: str | os.PathLike[str],
+        dtype: object,
+        options: Options,
+        kwargs: dict[str, Any],
+        *,
+        components: Collection[str] | None = None,
+        is_pipeline: bool = False,
+    ) -> Self:
+        """Read the arguments of a public function, as `Wanted.parse` does.
+
+        Args:
+            function: the function.
+            named: the class, or its name.
+            source: as given.
+            dtype: as given.
+            options: how to load.
+            kwargs: the arguments that the function does not name; `torch_dtype` and what only
+                shmload reads come out.
+            components: as given.
+            is_pipeline: the source is a pipeline.
+
+        Raises:
+            ArgumentError: an argument is wrong, or does not go with another.
+            DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
+        """
+        wanted = Wanted.parse(
+            source,
+            dtype,
+            components,
+            kwargs.get("variant"),
+            kwargs,
+            function=function,
+            is_pipeline=is_pipeline,
+            has_others=True,
+        )
+        require_readable(options, kwargs)
+        return cls(function=function, cls=named, wanted=wanted, options=options, kwargs=kwargs)
+
+    def answer(self, maker: Maker, found: Source, dtype: object, kwargs: Mapping[str, Any]) -> Any:
+        """Return what an earlier load has built, or what the library builds now.
+
+        Args:
+            maker: has found the source.
+            found: the source.
+            dtype: as the maker settled it.
+            kwargs: for the library, as the maker left them.
+        """
+
+        def build(models: Mapping[str, Any]) -> Any:
+            from shmload._building.attempt import load  # a load that is recalled needs none of it
+
+            given = {**own_quantisers(kwargs), **models}
+            return load(found, maker, dtype, self.options, given, title=self.wanted.title)
+
+        return once(
+            key_of_load(self.cls, found, maker, dtype, self.options, kwargs),
+            build,
+            keep=bool(self.options.keep),
+            meanwhile=lambda: maker.import_classes(found),
+            on_recall=self.options.tell_recalled,
+        )
+
+    def again(self, source: object, **changes: Any) -> Any:
+        """Make the call again, of another source and to the host.
+
+        Args:
+            source: the other source.
+            changes: in place of arguments of this call.
+        """
+        options = self.options
+        given = {
+            "cls" if self.function.__name__ == "load_model" else "pipeline_class": self.cls,
+            "dtype": self.wanted.dtype,
+            "keep": options.keep,
+            "share": options.share,
+            "workers": options.workers,
+            "verify": options.verify,
+            **({} if self.wanted.components is None else {"components": self.wanted.components}),
+        }
+        return self.function(source=source, **{**given, **self.kwargs, **changes})
 
 
 _calls: dict[int, Call] = {}
@@ -45,27 +132,19 @@ def call_of(thing: object) -> Call | None:
     return _calls.get(id(thing))
 
 
-def noted(load: _Load) -> _Load:
-    """Have a function note its calls, but for those of publications: these have no arguments."""
-    names = load.__code__.co_varnames  # the first are those that may be given by place
+def note(returned: Any, call: Call) -> None:
+    """Note which call has made a pipeline or model.
 
-    @functools.wraps(load)
-    def load_and_note(*args: Any, **kwargs: Any) -> Any:
-        made = load(*args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not is_publication(given["source"]):
-            _note(made[0] if isinstance(made, tuple) else made, load, given)
-        return made
-
-    return cast("_Load", load_and_note)
-
-
-def _note(made: Any, load: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    Args:
+        returned: by the call; of a tuple the first.
+        call: without its `passed`.
+    """
+    made = returned[0] if isinstance(returned, tuple) else returned
     # A pipeline's configuration names its components; a model has none.
     parts = (
         vars(made).keys() & getattr(made, "config", ()) if hasattr(type(made), "components") else ()
     )
-    passed = tuple(name for name in parts if given.get(name) is not None)
-    kept = {k: v for k, v in given.items() if k not in _LEFT_OUT and k not in passed}
-    _calls[id(made)] = Call(load, kept, passed)
+    passed = tuple(name for name in parts if call.kwargs.get(name) is not None)
+    kept = {k: v for k, v in call.kwargs.items() if k not in _LEFT_OUT and k not in passed}
+    _calls[id(made)] = msgspec.structs.replace(call, kwargs=kept, passed=passed)
     weakref.finalize(made, _calls.pop, id(made), None).atexit = False

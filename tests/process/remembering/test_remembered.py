@@ -392,14 +392,14 @@ def test_configuration_that_moves_while_it_is_read_is_not_kept(one_file, tmp_pat
     other = shutil.copytree(config, tmp_path / "other")
     link = tmp_path / "config"
     link.symlink_to(config)
-    build = Build._build_models
+    build = Build.run
 
     def move(self):
         link.unlink()
         link.symlink_to(other)
         return build(self)
 
-    monkeypatch.setattr(Build, "_build_models", move)
+    monkeypatch.setattr(Build, "run", move)
     load(path, config=str(link))
     assert kept() == []
 
