@@ -87,8 +87,8 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     def require_present(self) -> None:
         """Check that the machine has the accelerators that are named, before a decode.
 
-        Only torch can tell for sure. If there may be one, and torch is not imported yet, decoding
-        should not wait for it: then the check comes with the copies.
+        Only torch can tell for sure. If there may be one, and torch is not imported yet, nothing is
+        checked: a load checks again once it has imported the libraries.
 
         Raises:
             DeviceMissing: one is not there.
