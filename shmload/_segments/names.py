@@ -5,7 +5,6 @@ shmload-UID-KEY.part        its part, while the segment is being built
 shmload-UID-KEY.RANDOM.part a part that is about to replace that one
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
-shmload-UID-stand-KEY.part  empty; locked by the process that changes a view directory
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 
 An empty name is there only while a process holds its lock: one at a time has its turn. What a dead

@@ -104,13 +104,6 @@ CASES = {
     "clean": (checks.leftovers([]), "ok", "none", ""),
     "leftovers": (checks.leftovers(["a", "b"]), "warn", "2 for", "shmload gc"),
     "outdated": (checks.leftovers([], 1), "warn", "1 B pinned", "shmload unpin NAME; shmload gc"),
-    "outdated-view": (checks.leftovers([], 0, 1), "warn", "view dir", "shmload warm --views"),
-    "outdated-all": (
-        checks.leftovers(["a"], 1, 2),
-        "warn",
-        "2 B in view directories",
-        "shmload warm --views; shmload ls; shmload unpin NAME; shmload gc",
-    ),
     "no-limit": (checks.control_group(None, None), "ok", "no memory limit", ""),
     "group": (checks.control_group(8 * GIB, 9 * GIB), "ok", "8.00 GiB free of 9.00 GiB", ""),
     "tight-group": (checks.control_group(GIB, 9 * GIB), "warn", "1.00 GiB", "docker update"),
