@@ -80,9 +80,6 @@ class Holdings:
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
             self._shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
-        copies = sum(shard.needs_copy for shard in self._shards)
-        if copies:
-            allow_descriptors(copies + 2 * len(self._shards))
 
     def acquire(self) -> list[OpenShard]:
         """Attach each segment, or take the lock of its part.
@@ -156,7 +153,6 @@ class Holdings:
             budget,
             is_charged_here=is_charged_here,
             is_cancelled=is_cancelled,
-            beside_nbytes=sum(shard.copy_nbytes for shard in shards),
         ) as evicted:
             for shard in shards:
                 self._part(shard).prepare(shard.layout)

@@ -262,7 +262,6 @@ class Load:
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
-        self._unpickle(shards)
         jobs = self.holdings.jobs(shards)
         with self._steps.during(Step.READING):
             digests, is_kept = self._decoder.decode(
@@ -270,7 +269,6 @@ class Load:
             )
         stay = Stay.RESIDENT if is_kept else self._stay
         for shard, digest in zip(shards, digests, strict=True):
-            shard.forget_copy()
             if not self._ring:
                 self.holdings.publish(shard, digest, stay)
         self._decoder.settle()
@@ -285,14 +283,6 @@ class Load:
             self.filled.put(FilledPiece(inodes[job], runs[0].target_offset, end))
 
         return note
-
-    def _unpickle(self, shards: list[OpenShard]) -> None:
-        """Have torch unpickle those shards that are not read as they are."""
-        for shard in shards:
-            if shard.needs_copy:
-                name = shard.plan.path.name
-                with self._steps.during(Step.UNPICKLING, f"torch unpickles {name}"):
-                    shard.make_copy(self._go_on)
 
     def _go_on(self) -> None:
         """Raise DecodeCancelled if the load was given up."""

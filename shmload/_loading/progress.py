@@ -25,7 +25,6 @@ class Step(enum.Enum):
     DERIVING_RULES = "dtype rules"
     MAKING_ROOM = "making room"
     WAITING = "waiting for other processes"
-    UNPICKLING = "unpickling"
     READING = "reading"
     BUILDING = "building"
 

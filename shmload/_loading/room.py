@@ -66,7 +66,6 @@ def made_room(
     *,
     is_charged_here: bool,
     is_cancelled: Callable[[], bool],
-    beside_nbytes: int = 0,
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
@@ -76,7 +75,6 @@ def made_room(
         is_charged_here: this process's memory limit pays for the segments. If not, a service has
             made room already.
         is_cancelled: asked now and then; when true, the wait for room ends.
-        beside_nbytes: what this process needs besides, until they are filled, in bytes.
 
     Yields:
         The segments that were evicted for it.
@@ -86,14 +84,14 @@ def made_room(
         DecodeCancelled: `is_cancelled` was true.
     """
     if not is_charged_here:
-        _require_room_elsewhere(nbytes, beside_nbytes)
+        _require_room_elsewhere(nbytes)
         yield []
     elif budget is None or nbytes == 0:
         gone: list[SegmentInfo] = []
         try:
-            require_room(nbytes, beside_nbytes=beside_nbytes)
+            require_room(nbytes)
         except CapacityError:
-            gone = evict_for(nbytes, beside_nbytes=beside_nbytes)
+            gone = evict_for(nbytes)
         yield gone
     else:
         say = WaitForRoom(nbytes, budget.name)
@@ -110,18 +108,17 @@ def made_room(
             go_on,
             turn=lambda: try_turn("room"),
             timeout_s=settings().wait_timeout_s,
-            beside_nbytes=beside_nbytes,
         ) as evicted:
             yield evicted
 
 
-def _require_room_elsewhere(nbytes: int, beside_nbytes: int) -> None:
+def _require_room_elsewhere(nbytes: int) -> None:
     try:
-        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
+        require_room(nbytes, is_charged_here=False)
     except CapacityError:
         if not remove_leftovers():
             raise
-        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
+        require_room(nbytes, is_charged_here=False)
 
 
 def _parts_nbytes() -> int:
