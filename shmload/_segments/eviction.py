@@ -40,14 +40,12 @@ class _Limit(NamedTuple):
     """Empty for /dev/shm: what helps there depends on what lies there."""
 
 
-def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = True) -> None:
+def require_room(nbytes: int, *, evictable: int = 0) -> None:
     """Check that there is room for `nbytes` of new segments.
 
     Args:
         nbytes: size of the segments, in bytes.
         evictable: how many bytes could be evicted for them.
-        is_charged_here: whether this process or its workers fill them, rather than a service, which
-            may be in another control group.
 
     Raises:
         SharedMemoryFull: the file system at /dev/shm is too small.
@@ -55,7 +53,7 @@ def require_room(nbytes: int, *, evictable: int = 0, is_charged_here: bool = Tru
     """
     if nbytes == 0:
         return
-    for limit in _limits(of_group=is_charged_here):
+    for limit in _limits():
         free = limit.free + evictable
         if nbytes + limit.kept > free:
             remedy = limit.remedy or _shm_remedy(nbytes)

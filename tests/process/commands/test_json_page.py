@@ -18,7 +18,6 @@ from shmload._doctor.checks import Finding
 from shmload._segments.eviction import Evicted
 from shmload._segments.models import UnfinishedModel
 from shmload._segments.users import PageLock, PageLocks, User
-from shmload._service import protocol
 from shmload._service.protocol import Holders, ModelUse, Status
 
 _PAGE = Path(__file__).parents[3] / "docs" / "json.md"
@@ -34,7 +33,6 @@ _KINDS = {
     Evicted: "evicted",
     Status: "service",
     Holders: "lease",
-    protocol.DecodeStatus: "decodestatus",
     ModelUse: "count",
     Finding: "finding",
     PageLocks: "pagelocks",
@@ -132,7 +130,7 @@ def test_answers_of_and_without_a_service(ask, service, shards):
     assert ask("status", expected=1)["service"] is None
     process = service()
     ask("warm", shards[0], "--quiet")
-    state = shmload.load_state_dict(shards[0])
+    state = shmload.load_state_dict(shards[0], keep=True)
     wait_until(lambda found: found.leases)
     answer = ask("status")
     del state
