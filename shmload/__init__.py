@@ -25,16 +25,12 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._loading.verbs import plan as plan
     from shmload._loading.verbs import view as view
     from shmload._loading.verbs import warm as warm
-    from shmload._loading.view_directory import restore_view_directory as restore_view_directory
     from shmload._loading.view_directory import view_directory as view_directory
     from shmload._placement.placement import Placement as Placement
     from shmload._segments.grouping import Model as Model
     from shmload._segments.listing import SegmentInfo as SegmentInfo
     from shmload._segments.listing import segments as segments
     from shmload._segments.models import models as models
-    from shmload._segments.standing_views import ViewDirectory as ViewDirectory
-    from shmload._segments.standing_views import remove_view_directory as remove_view_directory
-    from shmload._segments.standing_views import view_directories as view_directories
     from shmload._segments.upkeep import collect_garbage as collect_garbage
     from shmload._segments.upkeep import evict as evict
     from shmload._segments.upkeep import pin as pin
@@ -66,7 +62,6 @@ _HOMES = {
     "Switcher": "shmload.integrations.switching",
     "SwitcherFigures": "shmload.integrations.switching",
     "Updated": "shmload.integrations.updating",
-    "ViewDirectory": "shmload._segments.standing_views",
     "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.upkeep",
     "evict": "shmload._segments.upkeep",
@@ -80,8 +75,6 @@ _HOMES = {
     "plan": "shmload._loading.verbs",
     "publish": "shmload._building.publishing",
     "redirect": "shmload.integrations.redirect",
-    "remove_view_directory": "shmload._segments.standing_views",
-    "restore_view_directory": "shmload._loading.view_directory",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload._building.placing",
@@ -89,7 +82,6 @@ _HOMES = {
     "update": "shmload.integrations.updating",
     "verify": "shmload._segments.upkeep",
     "view": "shmload._loading.verbs",
-    "view_directories": "shmload._segments.standing_views",
     "view_directory": "shmload._loading.view_directory",
     "warm": "shmload._loading.verbs",
 }

@@ -114,11 +114,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: Path = msgspec.field(default_factory=lambda: _base_dir("XDG_CACHE_HOME", "~/.cache"))
     """Where dtype rules of model classes are cached."""
 
-    state_dir: Path = msgspec.field(
-        default_factory=lambda: _base_dir("XDG_STATE_HOME", "~/.local/state")
-    )
-    """Where view directories are recorded."""
-
 
 @cache
 def settings() -> Settings:

@@ -181,7 +181,6 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             patch.delenv(name, raising=False)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
-        patch.setenv("SHMLOAD_STATE_DIR", str(cache / "state"))
         # Else what a load does would depend on the tests before it.
         patch.setenv("SHMLOAD_REMEMBER", "0")
         # Nor on a service that the machine's user runs.

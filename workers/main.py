@@ -31,8 +31,6 @@ from shmload.workers.messages import (
     Fill,
     Filled,
     Open,
-    Ping,
-    Pong,
     Ready,
     Reason,
     ToWorker,
@@ -85,8 +83,6 @@ class _Worker:
                     os.close(target)
             case Fill():
                 send(self._channel, self._fill(message))
-            case Ping():
-                send(self._channel, Pong())
 
     def _fill(self, fill: Fill) -> Filled | Failed:
         source, target = self._shards[fill.shard]

@@ -7,8 +7,6 @@
         |  <- BytesRead ...                 |     while the piece is being filled
         |  <- Filled | Failed               |     in the order of the Fills
         |  Close ->                         |     forget the descriptors
-        |  Ping ->                          |     any time; answered after the Fills before it
-        |  <- Pong                          |
         |  (end of file)                    |     the worker leaves
 
 Framed by `_ipc.frames`. Imports nothing heavy: a worker starts in 0.03 s.
@@ -55,14 +53,6 @@ class Fill(msgspec.Struct, frozen=True, tag=True):
     runs: tuple[Run, ...]
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Give a sign of life."""
-
-
-class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Ping`."""
-
-
 class BytesRead(msgspec.Struct, frozen=True, tag=True):
     """This many more bytes have been read."""
 
@@ -101,8 +91,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """For `TRUNCATED`: how far the shard could be read, in bytes."""
 
 
-ToWorker = Open | Close | Fill | Ping
-FromWorker = Ready | BytesRead | Filled | Failed | Pong
+ToWorker = Open | Close | Fill
+FromWorker = Ready | BytesRead | Filled | Failed
 
 decode_to_worker = MessageReader[ToWorker](ToWorker, "a coordinator")
 decode_from_worker = MessageReader[FromWorker](FromWorker, "a worker")

@@ -193,16 +193,14 @@ def view(source: str, count: int) -> Numbers:
     import shmload
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["SHMLOAD_STATE_DIR"] = os.path.join(folder, "state")
         made = shmload.view_directory(
             source, os.path.join(folder, "view"), components=MODELS, dtype="bfloat16"
         )
         os.environ["STARTED_AT"] = str(time.monotonic())
         try:
             without = f"import sys; sys.modules['shmload'] = None\n{_PLAIN}"
-            return plain(str(made.directory), count, without)
+            return plain(str(made), count, without)
         finally:
-            shmload.remove_view_directory(made.directory)
             shmload.evict(source)
 
 

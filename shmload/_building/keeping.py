@@ -104,7 +104,7 @@ def _write(
     encoded = msgspec.msgpack.encode(record)
     contents[STRUCTURE] = content_of(memoryview(encoded), torch.uint8)
     layout = plan(contents, metadata)
-    with made_room(layout.nbytes, own_budget(), is_charged_here=True, is_cancelled=bool):
+    with made_room(layout.nbytes, own_budget(), is_cancelled=bool):
         part.prepare(layout)
     return fill(part, contents, is_pinned=is_pinned)
 

@@ -47,9 +47,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """What the file says beside its tensors; None if it has no place for that."""
     data_offset: int
     """What tensors' offsets count from, in bytes of the file."""
-    is_unpickled: bool = False
-    """Whether offsets are those of a file that torch unpickles this one to (`_loading.unpacking`).
-    """
 
     @property
     def data_nbytes(self) -> int:

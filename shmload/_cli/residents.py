@@ -31,7 +31,6 @@ from shmload._segments.upkeep import (
     unpin,
     verify_each,
 )
-from shmload._segments.view_register import views_by_segment
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import SegmentBusy, ShmloadError
 
@@ -158,12 +157,9 @@ def remove_command(
     chosen = select(patterns, before, spare_shared=True)
     busy: SegmentBusy | None = None
     if dry_run:
-        views = views_by_segment()
         going = {info.needs_as for info in chosen if not info.is_leased}
         removed = [
-            info
-            for info in chosen
-            if not info.is_leased and info.name not in views and going.issuperset(info.needed_by)
+            info for info in chosen if not info.is_leased and going.issuperset(info.needed_by)
         ]
         gone = {info.name for info in removed}
         stays = [info.name for info in chosen if info.name not in gone]
@@ -218,14 +214,9 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
     parts = [amount_of(known)] if known or not others else []
     parts += [f"{count_of(others, 'leftover')} of killed processes"] if others else []
     say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
-    views = views_by_segment()
     for model in find_models(pinned_outdated()):
         name = model.full_name
-        if any(info.name in views for info in model.segments):
-            why, remedy = "a view directory needs it", "`shmload warm --views`"
-        else:
-            why, remedy = "pinned", "shmload unpin"
-        say(f"{name}: {why}, so it stays, though its files have changed; see {remedy}")
+        say(f"{name}: pinned, so it stays, though its files have changed; see shmload unpin")
 
 
 @click.command("verify")

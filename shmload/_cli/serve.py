@@ -32,7 +32,6 @@ from shmload._settings import (
     relative_variables,
     settings,
     unknown_variables,
-    worker_count,
 )
 from shmload._templates.look import Keeper
 from shmload._wording import count_of, format_nbytes, logger_of
@@ -50,8 +49,8 @@ logger = logger_of(__name__)
 LogFormat = Literal["text", "json"]
 
 _MAX_PORT = 65535
-# Clients lend two for each shard: room for some pipelines of hundreds of shards at once.
-_DESCRIPTORS = 1 << 14
+# One for each client and each segment that is looked at.
+_DESCRIPTORS = 1 << 12
 
 
 class _Read(click.ParamType[Any]):
@@ -105,7 +104,6 @@ class _ServeCommand(click.Command):
     type=_Read("SIZE", parse_budget),
     help="Limit for resident segments, such as 40GiB. [SHMLOAD_BUDGET, else half of the memory]",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [one per core]")
 @click.option(
     "--preload",
     "wanted",
@@ -132,20 +130,19 @@ class _ServeCommand(click.Command):
 )
 def serve_command(
     budget: int | None,
-    workers: int | None,
     wanted: Sequence[ListedSource] | None,
     metrics: tuple[str, int] | None,
     log_format: LogFormat,
     template: str | None,
 ) -> None:
-    """Keep workers running and decoded weights resident, for all processes of this user.
+    """Keep decoded weights resident within a budget, for all processes of this user.
 
     Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
     """
     log_steps(log_format)
     try:
         with contextlib.closing(Keeper(template)) if template else contextlib.nullcontext():
-            _run(budget, workers, wanted or (), metrics)
+            _run(budget, wanted or (), metrics)
     except ShmloadError as exc:
         if log_format == "text":
             raise  # printed as for any command
@@ -155,7 +152,6 @@ def serve_command(
 
 def _run(
     budget: int | None,
-    workers: int | None,
     wanted: Sequence[ListedSource],
     metrics: tuple[str, int] | None,
 ) -> None:
@@ -166,10 +162,9 @@ def _run(
         _lead_to(endpoint.path)
         remove_leftovers()
         allow_descriptors(_DESCRIPTORS)
-        file_nbytes = allow_file_size()  # before the workers start, which inherit the limit
-        count = workers or worker_count(parent_is_busy=False)
+        file_nbytes = allow_file_size()  # before a preload, which inherits the limit
         chosen = [given for given in (budget, settings().budget) if given is not None]
-        state = ServiceState(count, chosen[0] if chosen else default_budget())
+        state = ServiceState(chosen[0] if chosen else default_budget())
         with contextlib.closing(state), _ending_by_signals(state):
             for warning in budget_warnings(state.budget_nbytes, segments(), file_nbytes):
                 logger.warning("%s", warning)
@@ -178,7 +173,7 @@ def _run(
                 _serve_http(*metrics, state)
             serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted))
             _notify_systemd("STOPPING=1")
-        remove_leftovers()  # parts of a preload that the end cut short; no worker holds them now
+        remove_leftovers()  # parts of a preload that the end cut short
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
 
 

@@ -92,10 +92,7 @@ def describe_page_locks(found: PageLocks) -> Iterator[str]:
 
 def describe_status(status: Status) -> dict[str, str]:
     """Return lines that say how a service is doing, by what each is of."""
-    speed = status.read_nbytes / status.decode_s if status.decode_s else 0.0
-    resident, budget, read = map(
-        format_nbytes, (status.resident_nbytes, status.budget_nbytes, status.read_nbytes)
-    )
+    resident, budget = map(format_nbytes, (status.resident_nbytes, status.budget_nbytes))
     reserved = f", {format_nbytes(status.reserved_nbytes)} reserved by loads"
     return {
         "service": f"process {status.pid}, up {format_age(status.uptime_s)}, "
@@ -103,11 +100,9 @@ def describe_status(status: Status) -> dict[str, str]:
         "resident": f"{resident} of {budget} in {count_of(status.segments, 'segment')}, "
         f"{status.pinned} pinned, {len(status.leases)} in use"
         f"{reserved if status.reserved_nbytes else ''}",
-        "workers": f"{status.workers}, {'decoding' if status.is_decoding else 'idle'}, "
-        f"{count_of(status.waiting, 'load')} waiting, {status.waiting_for_room} for room",
+        "waiting": f"{count_of(status.waiting_for_room, 'load')} for room",
         "served": f"{count_of(status.hits, 'hit')}, {count_of(status.misses, 'miss', 'misses')}, "
         f"{count_of(status.evictions, 'eviction')}, {count_of(status.refusals, 'refusal')}",
-        "read": f"{read}, {format_nbytes(speed)}/s while decoding",
     }
 
 

@@ -141,24 +141,17 @@ def plan_command(
 
 
 @click.command("view", cls=EndingCommand)
-@click.argument("source", required=False, shell_complete=complete_paths)
+@click.argument("source", shell_complete=complete_paths)
 @source_options
-@click.option("--dir", "directory", type=click.Path(), help="Where to make the directory.")
-@click.option(
-    "--replace", is_flag=True, help="Put it in the place of a view directory of other arguments."
-)
-@click.option("--list", "is_list", is_flag=True, help="List the view directories.")
-@click.option("--remove", metavar="DIR", type=click.Path(), help="Remove a view directory.")
+@click.option("--dir", "directory", type=click.Path(), required=True, help="Where to make it.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests of all its segments.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @as_json_option
 def view_command(
-    source: str | None,
-    directory: str | None,
+    source: str,
+    directory: str,
     dtypes: tuple[str, ...],
-    is_list: bool,
-    remove: str | None,
     as_json: bool,
     quiet: bool,
     **where: Any,
@@ -166,26 +159,9 @@ def view_command(
     """Make a directory that looks like SOURCE, and whose weights lie in shared memory.
 
     Any program takes it as a path: `shmload view SOURCE --dtype bfloat16 --dir DIR`, then
-    `python server.py --model DIR`. Its weights stay resident until `shmload view --remove DIR`.
+    `python server.py --model DIR`. Its weights are pinned. To end that, remove the directory, and
+    `shmload rm SOURCE`. After a restart, give the command again.
     """
-    if sum((source is not None or directory is not None, is_list, remove is not None)) != 1:
-        raise click.UsageError("give SOURCE and --dir, or --list, or --remove DIR")
-    if is_list:
-        listed = shmload.view_directories()
-        if as_json:
-            print_json("view", views=listed, removed=[])
-        else:
-            print_page(listed.page())
-        return
-    if remove is not None:
-        gone = shmload.remove_view_directory(remove)
-        if as_json:
-            print_json("view", views=[], removed=[gone])
-        else:
-            say(f"removed {gone.directory}; its weights stay resident until they must go")
-        return
-    if source is None or directory is None:
-        raise click.UsageError("give both SOURCE and --dir")
     made = shmload.view_directory(
         source,
         directory,
@@ -194,6 +170,6 @@ def view_command(
         **given(where),
     )
     if as_json:
-        print_json("view", views=[made], removed=[])
+        print_json("view", directory=str(made))
     elif not quiet:
-        say(*str(made).split("\n"))
+        say(f"{made}: ready")

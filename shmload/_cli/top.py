@@ -64,23 +64,12 @@ def top_command() -> None:
 
 
 def _print_lines() -> None:
-    before: Status | None = None
     with Client(socket_path()) as client:
         while True:
             found = client.ask(GetStatus(), Status)
             lines = status_lines(found)
-            if before:
-                lines.append(f"now        {format_nbytes(rate_between(before, found))}/s read")
             say(*lines)
-            before = found
             time.sleep(_INTERVAL_S)
-
-
-def rate_between(before: Status | None, now: Status) -> float:
-    """Return how fast a service has read between two answers, in bytes per second."""
-    if before is None or before.pid != now.pid or now.uptime_s <= before.uptime_s:
-        return 0.0
-    return (now.read_nbytes - before.read_nbytes) / (now.uptime_s - before.uptime_s)
 
 
 # The screen ---------------------------------------------------------------------------------------
@@ -232,7 +221,6 @@ class Feed:
 
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._client: Client | None = None
-        self._before: Status | None = None
         self.latest = Snapshot(status=None, rows=())
         """What was found last; replaced as a whole."""
         self.message = ""
@@ -284,8 +272,6 @@ class Feed:
         except ShmloadError as exc:
             if self._client:
                 self._client.close()
-            self._client = self._before = None
+            self._client = None
             return Snapshot(status=None, rows=make_rows(found, None), trouble=str(exc))
-        rate = rate_between(self._before, status)
-        self._before = status
-        return Snapshot(status=status, rows=make_rows(found, status), bytes_per_s=rate)
+        return Snapshot(status=status, rows=make_rows(found, status))

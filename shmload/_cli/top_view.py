@@ -15,7 +15,6 @@
 Guarantee: every line fits the width, and what a model is called cannot move the cursor.
 """
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -29,18 +28,14 @@ from shmload._cli.service import describe_status
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models, UnfinishedModel
 from shmload._segments.users import name_users
-from shmload._service.protocol import DecodeStatus, ModelUse, Status
+from shmload._service.protocol import ModelUse, Status
 from shmload._wording import format_age, format_nbytes, printing
 
 _KEYS = "up/down choose   p pin or unpin   e evict   q quit"
 # Lines of the head where a service answers, and of what is around the rows: titles, foot, and an
 # empty line.
-_HEAD_HEIGHT, _REST_HEIGHT = 5, 4
+_HEAD_HEIGHT, _REST_HEIGHT = 4, 4
 _LEAST_NAME_WIDTH = 14
-# What stands beside the history of what was read, in cells.
-_BESIDE_HISTORY = 50
-# Heights of what was read, from nothing to the most; the second for terminals without such letters.
-_LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-=*#"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +60,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """How much is decoded, from 0 to 1, if it is being decoded."""
     bytes_per_s: float = 0.0
     """How fast it is being decoded."""
-    is_waiting: bool = False
-    """Whether its decode waits for the workers."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +68,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     status: Status | None
     """None while no service answers."""
     rows: tuple[Row, ...]
-    bytes_per_s: float = 0.0
-    """How fast weights are being read now."""
     trouble: str = ""
     """Why no service answers."""
 
@@ -89,7 +80,6 @@ def make_rows(found: Models, status: Status | None) -> tuple[Row, ...]:
         status: what the service says of it.
     """
     counts = {(use.source, use.variant): use for use in status.models} if status else {}
-    decodes = {(each.source, each.variant): each for each in status.decoding} if status else {}
     rows: dict[str, Row] = {}
     current: dict[str, str] = {}
     for model in found:
@@ -100,7 +90,7 @@ def make_rows(found: Models, status: Status | None) -> tuple[Row, ...]:
         its = each.source, each.variant
         row = _row_of(each, counts.get(its))
         key = current.get(row.id, row.id)
-        rows[key] = _with_decode(rows.get(key, row), each, decodes.get(its))
+        rows[key] = _with_decode(rows.get(key, row), each)
     return tuple(sorted(rows.values(), key=lambda row: (row.done is None, row.name, row.dtype)))
 
 
@@ -126,17 +116,13 @@ def _row_of(found: Model | UnfinishedModel, use: ModelUse | None) -> Row:
     )
 
 
-def _with_decode(row: Row, found: UnfinishedModel, at_service: DecodeStatus | None) -> Row:
+def _with_decode(row: Row, found: UnfinishedModel) -> Row:
     """Return a model's row while some of its segments are being decoded."""
-    rate = found.bytes_per_s
-    if at_service and at_service.elapsed_s > 0:
-        rate = at_service.done_nbytes / at_service.elapsed_s
     return msgspec.structs.replace(
         row,
         nbytes=row.nbytes + found.nbytes,
         done=found.done_nbytes / found.nbytes if found.nbytes else 0.0,
-        bytes_per_s=rate,
-        is_waiting=at_service is not None and at_service.is_waiting,
+        bytes_per_s=found.bytes_per_s,
     )
 
 
@@ -158,7 +144,7 @@ def compose(
     head: RenderableType = trouble
     head_height = len(trouble.wrap(console, width))
     if snapshot.status:
-        head = _head(snapshot.status, snapshot.bytes_per_s, width, ascii_only)
+        head = _head(snapshot.status)
         head_height = _HEAD_HEIGHT
     room = height - head_height - _REST_HEIGHT
     above = [head, Text()]
@@ -172,7 +158,7 @@ def compose(
     return Group(*above, rows, *foot)
 
 
-def _head(status: Status, bytes_per_s: float, width: int, ascii_only: bool) -> Table:
+def _head(status: Status) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -180,24 +166,14 @@ def _head(status: Status, bytes_per_s: float, width: int, ascii_only: bool) -> T
     used = status.resident_nbytes / status.budget_nbytes if status.budget_nbytes else 1.0
     resident, budget = map(format_nbytes, (status.resident_nbytes, status.budget_nbytes))
     room = f"{resident} of {budget}, room for {format_nbytes(status.room_nbytes)} in memory"
-    levels = _ASCII_LEVELS if ascii_only else _LEVELS
-    history = sparkline(status.history[-max(1, width - _BESIDE_HISTORY) :], levels)
-    now, in_all = map(format_nbytes, (bytes_per_s, status.read_nbytes))
     for label, shown in (
         ("shmload", said["service"]),
         ("budget", _bar(used, 30, "yellow" if used > 0.9 else "green", room)),
-        ("workers", said["workers"]),
+        ("waiting", said["waiting"]),
         ("served", said["served"]),
-        ("read", _line((history, "green"), f"  {now}/s now, {in_all} in all")),
     ):
         grid.add_row(label, _line(shown) if isinstance(shown, str) else shown)
     return grid
-
-
-def sparkline(values: Sequence[int], levels: str) -> str:
-    """Return values as heights, the greatest as the full one."""
-    greatest = max(values, default=0) or 1
-    return "".join(levels[math.ceil((len(levels) - 1) * value / greatest)] for value in values)
 
 
 def _bar(share: float, width: int, style: str, text: str) -> Table:
@@ -233,8 +209,6 @@ def _table(rows: Sequence[Row], chosen: int, ascii_only: bool) -> RenderableType
 
 def _state(row: Row) -> RenderableType:
     """Return what a model is doing: its decode, its users, or how long nothing used it."""
-    if row.is_waiting:
-        return _line(("waiting", "yellow"))
     if row.done is not None:
         return _bar(row.done, 20, "green", f"{row.done:4.0%} {format_nbytes(row.bytes_per_s)}/s")
     what = (row.users, "green") if row.users else (f"idle {format_age(row.idle_s)}", "dim")

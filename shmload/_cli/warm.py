@@ -1,4 +1,4 @@
-"""The command `shmload warm`: sources, a list of them, and the view directories."""
+"""The command `shmload warm`: sources, or a list of them."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.sources import as_arguments, complete_paths, given, source_options
 from shmload._cli.warming import Outcome, by_size, warm_all
-from shmload._segments.standing_views import ViewDirectory, settle_leftovers
 from shmload._settings import parse_keep_for
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
@@ -33,12 +32,6 @@ from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
     help="How long the segments stay while no process uses them, such as 2h; or forever.",
 )
 @click.option(
-    "--views",
-    "with_views",
-    is_flag=True,
-    help="Also restore all view directories, as after a restart.",
-)
-@click.option(
     "--list",
     "list_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -52,7 +45,6 @@ from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 @as_json_option
 def warm_command(
     sources: tuple[str, ...],
-    with_views: bool,
     list_path: Path | None,
     jobs: int | None,
     largest_first: bool,
@@ -64,8 +56,8 @@ def warm_command(
 
     A source is a pipeline's or component's directory, a file of weights, or a hub id.
     """
-    if not (sources or with_views or list_path):
-        raise click.UsageError("Missing argument 'SOURCES...': give some, --list or --views.")
+    if not (sources or list_path):
+        raise click.UsageError("Missing argument 'SOURCES...': give some, or --list.")
     _require_options(**options)
     quiet = options["quiet"]
     if list_path or jobs or largest_first:
@@ -80,15 +72,10 @@ def warm_command(
         if text and not (as_json or quiet):
             say(*text.split("\n"))
     reports = [found[number][0] for number in sorted(found)]
-    restored = _restore_views(options["workers"], quiet=quiet) if with_views else []
     if as_json:
         more = {"texts": [found[number][1] for number in sorted(found)]} if with_text else {}
-        print_json("warm", reports=reports, views=restored, **more)
-    elif not quiet:
-        for view in restored:
-            if not isinstance(view, dict):
-                say(*str(view).split("\n"))
-    if any(isinstance(each, dict) and "error" in each for each in (*reports, *restored)):
+        print_json("warm", reports=reports, **more)
+    if any(isinstance(each, dict) and "error" in each for each in reports):
         sys.exit(1)
 
 
@@ -138,24 +125,3 @@ def _require_options(
         raise ArgumentError(
             "--pin and --keep-for exclude each other: what is pinned stays when idle"
         )
-
-
-def _restore_views(workers: int | None, *, quiet: bool) -> list[ViewDirectory | dict[str, str]]:
-    """Restore all view directories; what fails is said, and the others go on.
-
-    Returns:
-        Each view directory, or its path and what went wrong.
-    """
-    settle_leftovers()
-    answers: list[ViewDirectory | dict[str, str]] = []
-    for each in shmload.view_directories():
-        try:
-            answers.append(
-                shmload.restore_view_directory(
-                    each.directory, workers=workers, progress=False if quiet else None
-                )
-            )
-        except ShmloadError as exc:
-            say(f"shmload: {each.directory}: {exc}", err=True)
-            answers.append({"directory": each.directory, "error": str(exc)})
-    return answers

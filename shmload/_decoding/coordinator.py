@@ -8,7 +8,6 @@ more on another.
 import contextlib
 import functools
 import os
-import select
 import selectors
 import time
 from collections import deque
@@ -38,7 +37,7 @@ from shmload.errors import (
     WorkerFailed,
     WorkerStalled,
 )
-from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker, Pong
+from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker
 
 logger = logger_of(__name__)
 
@@ -71,44 +70,10 @@ class Coordinator:
             while self._workers:
                 closing.callback(self._workers.pop().close)
 
-    def ended(self) -> list[tuple[int, str]]:
-        """Return the process ids of the workers that have ended, and how, such as `SIGKILL`."""
-        poll = select.poll()
-        by_fd = {worker.child.pidfd: worker.child for worker in self._workers}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        return [(by_fd[fd].pid, by_fd[fd].how_it_ended()) for fd, _ in poll.poll(0)]
-
     @property
     def workers(self) -> int:
         """Number of worker processes; zero if it decodes in the caller's thread."""
         return len(self._workers)
-
-    def silent_workers(self, timeout_s: float) -> int:
-        """Ask all workers for a sign of life; not while a `decode` runs.
-
-        Args:
-            timeout_s: how long to wait for the answers.
-
-        Returns:
-            The number of workers that did not answer: they are starting, stopped or dead.
-        """
-        deadline = time.monotonic() + timeout_s
-        for worker in self._workers:
-            worker.ping()
-        awaited = {worker.channel.fileno(): worker for worker in self._workers}
-        poll = select.poll()
-        for fd in awaited:
-            poll.register(fd, select.POLLIN)
-        while awaited and (left_s := deadline - time.monotonic()) > 0:
-            for fd, events in poll.poll(left_s * 1000):
-                worker = awaited[fd]
-                with contextlib.suppress(ProtocolError, WorkerFailed, OSError):
-                    deque(worker.receive(), maxlen=0)
-                if not worker.owes_pong or events & select.POLLHUP:
-                    poll.unregister(fd)
-                    del awaited[fd]
-        return sum(worker.owes_pong for worker in self._workers)
 
     def decode(
         self,
@@ -116,7 +81,6 @@ class Coordinator:
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool] = bool,
         ring: Ring | None = None,
-        stall_timeout_s: float | None = None,
         on_piece: OnPiece = lambda job, piece: None,
     ) -> list[str]:
         """Fill all parts; blocks until they are complete.
@@ -127,8 +91,6 @@ class Coordinator:
             is_cancelled: called several times a second; when true, the decode ends.
             ring: if given, pieces go to its slots instead of the parts, each when a slot is free.
                 Needs workers, and no piece may be larger than a slot.
-            stall_timeout_s: how long a worker may make no progress, in seconds; None for what the
-                settings say.
             on_piece: called with each piece that is complete.
 
         Returns:
@@ -141,9 +103,7 @@ class Coordinator:
             DecodeCancelled: `is_cancelled` was true before the end.
         """
         if self._workers:
-            if stall_timeout_s is None:
-                stall_timeout_s = settings().stall_timeout_s
-            handout = _Handout(self._workers, jobs, on_bytes, ring, stall_timeout_s, on_piece)
+            handout = _Handout(self._workers, jobs, on_bytes, ring, on_piece)
             digests = handout.run(is_cancelled)
         else:
             digests = [
@@ -168,11 +128,10 @@ class _Handout:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         ring: Ring | None,
-        stall_timeout_s: float,
         on_piece: OnPiece,
     ) -> None:
         self._workers = workers
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_timeout_s = settings().stall_timeout_s
         self._ring = ring
         # Slots of pieces handed out, by (shard, piece).
         self._slots: dict[tuple[int, int], int] = {}
@@ -241,8 +200,6 @@ class _Handout:
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
-            case Pong():
-                return
             case BytesRead(nbytes):
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):

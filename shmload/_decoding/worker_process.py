@@ -24,8 +24,6 @@ from shmload.workers.messages import (
     Filled,
     FromWorker,
     Open,
-    Ping,
-    Pong,
     Ready,
     decode_from_worker,
 )
@@ -47,7 +45,6 @@ class WorkerProcess:
         self.tasks: deque[Task] = deque()
         """Pieces handed out and not yet answered, oldest first."""
         self.is_ready = False
-        self.owes_pong = False
         """Whether it was asked for a sign of life and has given none yet."""
         self.active_at = time.monotonic()
         """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
@@ -93,13 +90,6 @@ class WorkerProcess:
             with contextlib.suppress(OSError):  # the worker is gone, which its pidfd tells
                 send(self.channel, Close(shard))
 
-    def ping(self) -> None:
-        """Ask for a sign of life, which `receive` will note; again only after an answer."""
-        if not self.owes_pong:
-            self.owes_pong = True
-            with contextlib.suppress(OSError):  # the worker is gone, which its pidfd tells
-                send(self.channel, Ping())
-
     def has_news(self) -> bool:
         """Tell whether a message of it is still unread."""
         poll = select.poll()
@@ -123,8 +113,6 @@ class WorkerProcess:
                     if version != VERSION:
                         raise WorkerFailed(f"the worker speaks version {version}, not {VERSION}")
                     self.is_ready = True
-                case Pong():
-                    self.owes_pong = False
                 case Filled(shard, piece) | Failed(shard, piece):
                     if not self.tasks or self.tasks[0][:2] != (shard, piece):
                         raise ProtocolError(f"an answer for piece {piece} that was not asked for")

@@ -106,17 +106,11 @@ def huge_pages(found: FileSystem | None, policy: str | None) -> Judgement:
     return "warn" if is_overruled else "ok", detail, remedy
 
 
-def leftovers(names: Sequence[str], pinned: int = 0, viewed: int = 0) -> Judgement:
-    """Judge what `shmload gc` would remove, and the bytes that it leaves though files changed.
-
-    Those are pinned; or a view directory needs them, and `unpin` leaves them too.
-    """
+def leftovers(names: Sequence[str], pinned: int = 0) -> Judgement:
+    """Judge what `shmload gc` would remove, and the pinned bytes that it leaves."""
     parts = [f"{len(names)} for `shmload gc` to remove"] if names else []
     parts += [f"{format_nbytes(pinned)} pinned, of files that have changed"] if pinned else []
-    if viewed:
-        parts.append(f"{format_nbytes(viewed)} in view directories, of files that have changed")
-    ways = ["shmload warm --views"] if viewed else []
-    ways += ["shmload ls; shmload unpin NAME"] if pinned else []
+    ways = ["shmload ls; shmload unpin NAME"] if pinned else []
     ways += ["shmload gc"] if names or pinned else []
     return "warn" if parts else "ok", ", ".join(parts) or "none", "; ".join(ways)
 

@@ -40,7 +40,6 @@ from shmload._segments.eviction import Budget, evictable
 from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.upkeep import find_garbage, pinned_outdated
 from shmload._segments.users import page_lock_limit, page_locks
-from shmload._segments.view_register import views_by_segment
 from shmload._service.budget import service_budget
 from shmload._service.client import Client
 from shmload._service.endpoint import connect, service_pid, socket_path, why_unusable
@@ -89,7 +88,7 @@ def _machine(planned: Plan | ShmloadError | None) -> _Rows:
         sizes = shm_total_nbytes(), shm_free_nbytes()
         yield "shared memory", checks.shared_memory(found, *sizes, is_writable, *room)
         yield "huge pages", checks.huge_pages(found, huge_page_policy())
-        yield "leftovers", checks.leftovers(find_garbage(), *_outdated_nbytes())
+        yield "leftovers", checks.leftovers(find_garbage(), _outdated_nbytes())
     else:
         hidden = None if SHM_DIR.is_dir() else FileSystem("no directory", ())
         yield "shared memory", checks.shared_memory(hidden, 0, 0, is_writable)
@@ -138,12 +137,9 @@ def _has_list() -> bool:
     return SHM_DIR.is_dir() and os.access(SHM_DIR, os.R_OK | os.X_OK)
 
 
-def _outdated_nbytes() -> tuple[int, int]:
-    """Return the size of what stays though its files have changed: only pinned, and in views."""
-    outdated = pinned_outdated()
-    views = views_by_segment()
-    viewed = sum(info.nbytes for info in outdated if info.name in views)
-    return sum(info.nbytes for info in outdated) - viewed, viewed
+def _outdated_nbytes() -> int:
+    """Return the size of what stays though its files have changed, because it is pinned."""
+    return sum(info.nbytes for info in pinned_outdated())
 
 
 def _ask_service(path: Path) -> tuple[Status | ShmloadError | None, float]:

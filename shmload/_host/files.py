@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from shmload._host.limits import too_many_files
-from shmload._host.memory import call
 from shmload.errors import ShardMissing, ShardUnreadable
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -107,25 +106,6 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def exchange_names(one: str, other: str) -> bool:
-    """Exchange two names of one file system in one step; return False if it cannot do that.
-
-    Raises:
-        OSError: one of them is not there, or may not be renamed.
-    """
-    # fcntl.h, linux/fs.h
-    at_fdcwd, rename_exchange = -100, 2
-    try:
-        code = call(
-            "renameat2", at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange
-        )
-    except AttributeError:  # a C library without it
-        return False
-    if code in (0, errno.EINVAL, errno.ENOSYS):
-        return code == 0
-    raise OSError(code, os.strerror(code), one, None, other)
 
 
 def open_source(path: str | os.PathLike[str]) -> int:

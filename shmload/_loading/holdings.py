@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,15 +13,16 @@ from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import is_cached, read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._loading.plan import ShardPlan
-from shmload._loading.room import made_room, own_budget
+from shmload._loading.room import made_room
 from shmload._loading.shard import OpenShard, open_checkpoint
+from shmload._segments.eviction import Budget
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.part import Awaited, Held, Hollow, Opened, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
 from shmload._wording import logger_of
-from shmload.errors import SegmentRemoved, SegmentUntrusted
+from shmload.errors import SegmentUntrusted
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import Header
@@ -55,8 +55,6 @@ class Holdings:
         self._decoded: set[str] = set()
         # So that large ones need not be parsed again when their tensors are wrapped.
         self._headers: list[Header] = []
-        self._showing = threading.Lock()
-        self._is_shown = False
 
     # Beginning ------------------------------------------------------------------------------------
 
@@ -80,9 +78,6 @@ class Holdings:
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
             self._shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
-        copies = sum(shard.needs_copy for shard in self._shards)
-        if copies:
-            allow_descriptors(copies + 2 * len(self._shards))
 
     def acquire(self) -> list[OpenShard]:
         """Attach each segment, or take the lock of its part.
@@ -123,20 +118,13 @@ class Holdings:
         return acquire(name, needs_name=self._stay is not Stay.PRIVATE)
 
     def make_parts(
-        self,
-        shards: Sequence[OpenShard],
-        *,
-        is_charged_here: bool,
-        has_service: bool = False,
-        is_cancelled: Callable[[], bool] = bool,
+        self, shards: Sequence[OpenShard], budget: Budget | None, is_cancelled: Callable[[], bool]
     ) -> list[SegmentInfo]:
         """Make room for some shards' parts; give them their length and header.
 
         Args:
             shards: from `acquire`.
-            is_charged_here: this process's memory limit pays for the parts, not a service's.
-            has_service: a service keeps what is resident within its budget, or did so when it
-                gave room for these parts.
+            budget: as for `made_room`.
             is_cancelled: as for `made_room`.
 
         Returns:
@@ -149,65 +137,31 @@ class Holdings:
         for shard in shards:
             require_file_size(shard.plan.path, shard.layout.nbytes)
         nbytes = 0 if self._is_hollow else sum(shard.layout.nbytes for shard in shards)
-        stays = self._stay is Stay.RESIDENT and not has_service
-        budget = own_budget() if stays else None
-        with made_room(
-            nbytes,
-            budget,
-            is_charged_here=is_charged_here,
-            is_cancelled=is_cancelled,
-            beside_nbytes=sum(shard.copy_nbytes for shard in shards),
-        ) as evicted:
+        with made_room(nbytes, budget, is_cancelled=is_cancelled) as evicted:
             for shard in shards:
                 self._part(shard).prepare(shard.layout)
         return evicted
-
-    def renew(self, shards: Sequence[OpenShard]) -> list[Job]:
-        """Return jobs with new parts for some shards, unless the caller may have mapped the old.
-
-        A worker of a service that was stopped still has the old parts, and writes to them if it
-        continues.
-        """
-        with self._showing:
-            if not self._is_shown:
-                for shard in shards:
-                    part = self._part(shard)
-                    assert isinstance(part, Part), "a ring's slots are lent to no service"
-                    part.renew()
-                # Their room in a budget was the service's to give. To wait for room in another one
-                # would keep the caller waiting here, and loads that wait for these parts.
-                self.make_parts(shards, is_charged_here=True, has_service=True)
-        return self.jobs(shards)
 
     def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
         """Return the jobs that decode some shards into their parts."""
         return [shard.job(self._part(shard)) for shard in shards]
 
-    def publish(self, shard: OpenShard, digest: str, stay: Stay) -> None:
+    def publish(self, shard: OpenShard, digest: str) -> None:
         """Declare a shard's part complete.
 
         Args:
             shard: the shard.
             digest: of its segment's data.
-            stay: how long this segment stays.
 
         Raises:
             SegmentRemoved, SegmentUntrusted: its name was removed from outside, or taken by another
-                user, and the load was to leave it.
+                user.
         """
         name = shard.plan.segment
         part = self._part(shard)
         assert isinstance(part, Part)
-        if not part.has_name:
-            stay = Stay.PRIVATE
-        try:
-            self._held[name] = part.publish(digest, stay)
-        except (SegmentRemoved, SegmentUntrusted) as exc:
-            if self._stay is not Stay.PRIVATE:
-                raise
-            logger.warning("%s; this load goes on with what it has", exc)  # a service keeps it
-            stay = Stay.PRIVATE
-            self._held[name] = part.publish(digest, stay)
+        stay = self._stay if part.has_name else Stay.PRIVATE
+        self._held[name] = part.publish(digest, stay)
         self._decoded.add(name)
         if stay is not Stay.PRIVATE:
             self._made.append(name)
@@ -289,27 +243,21 @@ class Holdings:
     def files(self) -> dict[Path, Path]:
         """Return the path of each shard's bytes by the shard's own path, for a view."""
         found = {}
-        for shard, held in self._show():
-            path = shard.plan.path
+        for shard in self._shards:
+            path, held = shard.plan.path, self._held.get(shard.plan.segment)
             found[path] = descriptor_path(held.fd) if isinstance(held, Opened) else path
         return found
 
     def open_files(self) -> list[tuple[str, int]]:
         """Return name and descriptor of the file that has, or will have, each shard's tensors."""
         found = []
-        for shard, held in self._show():
+        for shard in self._shards:
+            held = self._held.get(shard.plan.segment)
             if isinstance(held, Opened):
                 found.append((held.name, held.fd))
             else:
                 found.append((str(shard.plan.path), shard.fd))
         return found
-
-    def _show(self) -> Iterator[tuple[OpenShard, Held | None]]:
-        """Yield each shard and its segment, to be mapped: from now on no part is replaced."""
-        with self._showing:
-            self._is_shown = True
-        for shard in self._shards:
-            yield shard, self._held.get(shard.plan.segment)
 
     def inodes(self) -> set[Inode]:
         """Return the inodes of segments and parts, and of shards that are linked."""

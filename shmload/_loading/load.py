@@ -12,22 +12,24 @@ import contextlib
 import functools
 import os
 import queue
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
+from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.descriptors import Inode, inode_of
 from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
-from shmload._loading.decoder import Decoder
 from shmload._loading.holdings import Holdings
 from shmload._loading.plan import Action
 from shmload._loading.progress import Progress, Step
+from shmload._loading.room import AtService, own_budget
 from shmload._loading.shard import OpenShard
 from shmload._segments.eviction import group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
@@ -91,12 +93,10 @@ class Load:
         self._steps = progress.steps
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
-        self._decoder = Decoder(
-            source=source,
-            keep=stay is Stay.RESIDENT,
-            workers=workers or worker_count(parent_is_busy=parent_is_busy),
-            progress=progress,
-        )
+        self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
+        self._coordinator: Coordinator | None = None
+        self._service: AtService | None = None
+        self._cancelled = threading.Event()
         self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
@@ -150,7 +150,8 @@ class Load:
 
         While the load lasts, other loads wait for the room that it may give back.
         """
-        self._decoder.leave_service()
+        if self._service:
+            self._service.close()
 
     def close(self) -> None:
         """End the load: stop the thread and workers, remove the parts, give all leases back."""
@@ -159,7 +160,8 @@ class Load:
             # Last: until then the service knows that this load gives its leases back soon.
             closing.callback(self.leave_service)
             closing.callback(self.holdings.close)
-            closing.callback(self._decoder.close)
+            if self._coordinator:
+                closing.callback(self._coordinator.close)
         if interrupt:
             raise interrupt
 
@@ -169,7 +171,7 @@ class Load:
         The caller raises it. The thread uses what is closed next, so a Ctrl-C must not cut the wait
         short.
         """
-        self._decoder.cancelled.set()
+        self._cancelled.set()
         return self._work.join_undisturbed() if self._work else None
 
     def discard(self) -> None:
@@ -188,7 +190,7 @@ class Load:
         mine = self.holdings.acquire()
         remove_expired()  # not earlier: what this load uses stays
         if not (self._ring or self.holdings.is_empty):
-            self._decoder.find_service()
+            self._service = AtService(self._source, self._cancelled.is_set)
         try:
             if mine:
                 self._prepare(mine)
@@ -222,7 +224,8 @@ class Load:
                 self._decode(mine)
             for shard in self.holdings.awaited():
                 self._wait_for(shard)
-            self._decoder.note(*self.holdings.attached_and_decoded())
+            if self._service:
+                self._service.note(*self.holdings.attached_and_decoded())
         finally:
             self.filled.put(None)
             if self._ring:
@@ -235,7 +238,7 @@ class Load:
             with self._steps.during(
                 Step.WAITING, f"waiting for another process that decodes {shard.plan.path.name}"
             ):
-                is_mine = self.holdings.wait_for(shard, timeout_s, self._decoder.cancelled.is_set)
+                is_mine = self.holdings.wait_for(shard, timeout_s, self._cancelled.is_set)
         except SegmentTimeout:
             self._go_on()
             raise
@@ -244,36 +247,43 @@ class Load:
             self._decode([shard])
 
     def _prepare(self, shards: list[OpenShard]) -> None:
-        """Check the room for some shards' parts, and give them their length and header."""
-        nbytes = sum(shard.layout.nbytes for shard in shards)
-        read_nbytes = sum(shard.plan.read_nbytes for shard in shards)
+        """Make room for some shards' parts, and give them their length and header."""
+        gone: list[SegmentInfo] = []
+        budget = None
         with self._steps.during(Step.MAKING_ROOM):
-            gone = self._decoder.reserve(segment_nbytes=nbytes, read_nbytes=read_nbytes)
-            is_charged_here = not self._decoder.leaves_to_service(read_nbytes)
-            gone += self.holdings.make_parts(
-                shards,
-                is_charged_here=is_charged_here,
-                has_service=self._decoder.has_service,
-                is_cancelled=self._decoder.cancelled.is_set,
-            )
-        self.read_nbytes += read_nbytes
+            if self._stay is Stay.RESIDENT:
+                if self._service:
+                    gone += self._service.reserve(sum(shard.layout.nbytes for shard in shards))
+                if not (self._service and self._service.has_budget):
+                    budget = own_budget()
+            gone += self.holdings.make_parts(shards, budget, self._cancelled.is_set)
+        self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
         self.evicted += gone
         for each in group_evicted(gone, segments_by_lock() if gone else ()):
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
-        self._unpickle(shards)
+        """Fill some shards' parts, or the slots of the ring, and publish the parts."""
         jobs = self.holdings.jobs(shards)
+        # The load's own thread decodes little faster than workers start.
+        is_little = sum(job.read_nbytes for job in jobs) <= settings().inline_nbytes
+        workers = 0 if is_little and not self._ring else self._workers
+        if self._coordinator is None or self._coordinator.workers < workers:
+            self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
         with self._steps.during(Step.READING):
-            digests, is_kept = self._decoder.decode(
-                jobs, lambda: self.holdings.renew(shards), self._note_pieces(jobs), self._ring
+            digests = self._coordinator.decode(
+                jobs,
+                self._progress.add,
+                self._cancelled.is_set,
+                self._ring,
+                on_piece=self._note_pieces(jobs),
             )
-        stay = Stay.RESIDENT if is_kept else self._stay
+        if self._ring:
+            return
         for shard, digest in zip(shards, digests, strict=True):
-            shard.forget_copy()
-            if not self._ring:
-                self.holdings.publish(shard, digest, stay)
-        self._decoder.settle()
+            self.holdings.publish(shard, digest)
+        if self._service:
+            self._service.settle()
 
     def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
         """Return what notes the pieces of some jobs as filled."""
@@ -286,15 +296,7 @@ class Load:
 
         return note
 
-    def _unpickle(self, shards: list[OpenShard]) -> None:
-        """Have torch unpickle those shards that are not read as they are."""
-        for shard in shards:
-            if shard.needs_copy:
-                name = shard.plan.path.name
-                with self._steps.during(Step.UNPICKLING, f"torch unpickles {name}"):
-                    shard.make_copy(self._go_on)
-
     def _go_on(self) -> None:
         """Raise DecodeCancelled if the load was given up."""
-        if self._decoder.cancelled.is_set():
+        if self._cancelled.is_set():
             raise DecodeCancelled from None

@@ -1,7 +1,4 @@
-"""What a load shows while it lasts: a bar, a program's callback, or log lines; and its steps.
-
-A step counts the time that it takes, and says a word if it takes long.
-"""
+"""What a load shows while it lasts: a bar, a program's callback, or log lines; and its times."""
 
 import contextlib
 import enum
@@ -19,8 +16,6 @@ Callback = Callable[[int, int], None]
 # Its lines replace a bar where there is no terminal.
 logger = logger_of("shmload.progress")
 _LINE_INTERVAL_S = 10.0
-# A shorter wait needs no word.
-_SILENCE_S = 1.0
 
 
 class Step(enum.Enum):
@@ -30,7 +25,6 @@ class Step(enum.Enum):
     DERIVING_RULES = "dtype rules"
     MAKING_ROOM = "making room"
     WAITING = "waiting for other processes"
-    UNPICKLING = "unpickling"
     READING = "reading"
     BUILDING = "building"
 
@@ -46,11 +40,10 @@ class Steps:
     """Adds up the time of each step. Several threads may be in steps of one load.
 
     Args:
-        say: called, in a thread of its own, with the words for a step that has lasted a second.
-            It returns False if they were not needed yet; they are offered again a second later.
+        say: called with the words for a step that may take long.
     """
 
-    def __init__(self, say: Callable[[str], bool]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._lock = threading.Lock()
         self._elapsed_s = dict.fromkeys(Step, 0.0)
@@ -61,23 +54,15 @@ class Steps:
 
         Args:
             step: the step.
-            doing: what to say if it takes long, such as `importing diffusers`; empty for nothing.
+            doing: what to say first, such as `importing diffusers`; empty for nothing.
         """
-        has_ended = threading.Event()
-        teller = None
         if doing:
-            teller = threading.Thread(
-                target=self._tell, args=(doing, has_ended), name="shmload-steps", daemon=True
-            )
-            teller.start()
+            self._say(doing)
         began = time.monotonic()
         try:
             yield
         finally:
             elapsed_s = time.monotonic() - began
-            has_ended.set()
-            if teller:
-                teller.join()
             with self._lock:
                 self._elapsed_s[step] += elapsed_s
 
@@ -89,11 +74,6 @@ class Steps:
         """Return the time of each step that took a tenth of a second or more; may be empty."""
         return describe_times(self._elapsed_s)
 
-    def _tell(self, doing: str, has_ended: threading.Event) -> None:
-        while not has_ended.wait(_SILENCE_S):
-            if self._say(doing):
-                return
-
 
 class Progress:
     """Counts the bytes that one load reads, and times its steps; a context that closes its bar.
@@ -104,7 +84,7 @@ class Progress:
         title: the bar's title.
 
     Attributes:
-        steps: the load's steps. Where there is a bar or a log, it says which step takes long.
+        steps: the load's steps. Where there is a log, it says which of them may take long.
     """
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
@@ -158,23 +138,9 @@ class Progress:
     def _write_line(self) -> None:
         now = time.monotonic()
         self._line_at = now + _LINE_INTERVAL_S
-        logger.info(
-            "%s: %s of %s read in %.0f s",
-            self.title,
-            format_nbytes(self._done),
-            format_nbytes(self._total),
-            now - self._began_at,
-        )
+        done, total = format_nbytes(self._done), format_nbytes(self._total)
+        logger.info("%s: %s of %s read in %.0f s", self.title, done, total, now - self._began_at)
 
-    def _say(self, doing: str) -> bool:
-        """Say what a step is doing, unless the bar moves."""
-        if self._bar is not None and 0 < self._done < self._total:
-            return False
-        text = f"{self.title}: {printing(doing)}"
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        elif self._has_bar:
-            print(text, file=sys.stderr, flush=True)
-        elif self._has_lines:
-            logger.info(text)
-        return True
+    def _say(self, doing: str) -> None:
+        if self._has_lines:
+            logger.info("%s: %s", self.title, printing(doing))

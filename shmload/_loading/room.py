@@ -1,4 +1,4 @@
-"""Room for the segments of one load, where no service makes it.
+"""Room for the segments of one load: within a service's budget, one of the settings, or memory.
 
 A load that lacks memory evicts what is idle, the least recently used first. With `SHMLOAD_BUDGET`,
 a load whose segments stay also keeps all that is resident within that.
@@ -8,19 +8,25 @@ take the same room.
 """
 
 import contextlib
+import functools
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from shmload._checkpoints.source import Source
 from shmload._decoding.job import DecodeCancelled
 from shmload._host.shm import shm_nbytes
 from shmload._segments.eviction import Budget, evict_for, require_room
-from shmload._segments.listing import SegmentInfo
+from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.metadata import source_text
 from shmload._segments.names import part_names, try_turn
-from shmload._segments.removal import remove_if_free, remove_leftovers
+from shmload._segments.removal import remove_if_free
 from shmload._segments.room import UnderWay, room_within
+from shmload._segments.roots import Root, find_roots
+from shmload._service.client import Client, find_service
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import CapacityError
+from shmload.errors import CapacityError, ServiceUnavailable
 
 logger = logger_of(__name__)
 
@@ -63,20 +69,14 @@ class WaitForRoom:
 def made_room(
     nbytes: int,
     budget: Budget | None,
-    *,
-    is_charged_here: bool,
     is_cancelled: Callable[[], bool],
-    beside_nbytes: int = 0,
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
     Args:
         nbytes: size of the segments, in bytes.
         budget: limit for all that is resident; None for memory alone.
-        is_charged_here: this process's memory limit pays for the segments. If not, a service has
-            made room already.
         is_cancelled: asked now and then; when true, the wait for room ends.
-        beside_nbytes: what this process needs besides, until they are filled, in bytes.
 
     Yields:
         The segments that were evicted for it.
@@ -85,15 +85,12 @@ def made_room(
         CapacityError: leased and pinned segments leave too little room.
         DecodeCancelled: `is_cancelled` was true.
     """
-    if not is_charged_here:
-        _require_room_elsewhere(nbytes, beside_nbytes)
-        yield []
-    elif budget is None or nbytes == 0:
+    if budget is None or nbytes == 0:
         gone: list[SegmentInfo] = []
         try:
-            require_room(nbytes, beside_nbytes=beside_nbytes)
+            require_room(nbytes)
         except CapacityError:
-            gone = evict_for(nbytes, beside_nbytes=beside_nbytes)
+            gone = evict_for(nbytes)
         yield gone
     else:
         say = WaitForRoom(nbytes, budget.name)
@@ -110,18 +107,8 @@ def made_room(
             go_on,
             turn=lambda: try_turn("room"),
             timeout_s=settings().wait_timeout_s,
-            beside_nbytes=beside_nbytes,
         ) as evicted:
             yield evicted
-
-
-def _require_room_elsewhere(nbytes: int, beside_nbytes: int) -> None:
-    try:
-        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
-    except CapacityError:
-        if not remove_leftovers():
-            raise
-        require_room(nbytes, is_charged_here=False, beside_nbytes=beside_nbytes)
 
 
 def _parts_nbytes() -> int:
@@ -130,3 +117,85 @@ def _parts_nbytes() -> int:
     This load's own parts have no length yet.
     """
     return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name, patience_s=0))
+
+
+class AtService:
+    """What one load asks of the running service, if there is one; `close` ends it.
+
+    While the load lasts, other loads wait for the room that it may give back. If the service goes
+    away, the load goes on without it, unless the settings require it.
+
+    Args:
+        source: what is loaded.
+        is_cancelled: asked now and then; when true, a wait for room ends.
+
+    Raises:
+        ServiceError, ProtocolError: no service is usable, and the settings require one.
+    """
+
+    def __init__(self, source: Source, is_cancelled: Callable[[], bool]) -> None:
+        self._source = source
+        self._is_cancelled = is_cancelled
+        self._client = find_service()
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a service keeps what is resident within its budget."""
+        return self._client is not None
+
+    def reserve(self, nbytes: int) -> list[SegmentInfo]:
+        """Reserve room for resident segments; waits while loads that run may give room back.
+
+        Returns:
+            The segments that the service has evicted for them.
+
+        Raises:
+            CapacityError: the budget has no room for them.
+        """
+        gone: list[SegmentInfo] = []
+        with self._asking() as client:
+            if client and nbytes:
+                wait = WaitForRoom(nbytes, "the service's budget")
+                before = segments_by_lock()  # what went has no header left to read
+                names = client.reserve(self._model, nbytes, wait, self._is_cancelled)
+                gone = [info for info in before if info.name in names]
+        return gone
+
+    def settle(self) -> None:
+        """Tell the service that the segments it reserved room for are resident now."""
+        with self._asking() as client:
+            if client:
+                client.settle()
+
+    def note(self, found: Sequence[str], made: Sequence[str]) -> None:
+        """Tell the service the names of the segments that were attached and decoded."""
+        with self._asking() as client:
+            if client:
+                client.note(self._model, found, made)
+
+    def close(self) -> None:
+        """End the connection; a second call does nothing."""
+        client, self._client = self._client, None
+        if client:
+            client.close()
+
+    @functools.cached_property
+    def _model(self) -> Root:
+        """What is loaded, by which the service counts: as the listings name it."""
+        source = self._source
+        paths = [source_text(os.path.abspath(path)) for path in source.shards or [source.root]]
+        roots = find_roots(paths)
+        # Components that lack the variant have plain files.
+        of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))
+        return next(of_variant, roots[paths[0]])
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[Client | None]:
+        """Yield the connection; if the service goes away, forget it unless it is required."""
+        try:
+            yield self._client
+        except ServiceUnavailable as exc:
+            if settings().service == "require" or self._is_cancelled():
+                raise
+            logger.warning("%s; loading without it", exc)
+            self.close()

@@ -6,7 +6,7 @@ No weights are read here.
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from shmload._checkpoints.dtypes import converted_nbytes
@@ -23,7 +23,6 @@ from shmload._host.files import open_source
 from shmload._host.procfs import is_remote
 from shmload._host.shm import shm_nbytes
 from shmload._loading.plan import Action, ShardPlan
-from shmload._loading.unpacking import unpack
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
@@ -32,8 +31,6 @@ from shmload._segments.part import Hollow, Part
 
 class OpenShard(Descriptor):
     """One shard's open file and what is planned for it; owns the descriptor.
-
-    If torch has to unpickle the file, it also owns the unpickled copy.
 
     Args:
         component: its name in the pipeline, or empty.
@@ -57,7 +54,6 @@ class OpenShard(Descriptor):
         piece_nbytes: int | None = None,
     ) -> None:
         super().__init__(open_source(path))
-        self._copy = Descriptor(-1)
         self._piece_nbytes = piece_nbytes
         try:
             self._plan(component, path, rule, keep=keep)
@@ -97,15 +93,6 @@ class OpenShard(Descriptor):
             segment_nbytes=nbytes,
         )
 
-    def close(self) -> None:
-        """Close the file, and free the unpickled copy; a second call does nothing."""
-        self.forget_copy()
-        super().close()
-
-    def forget_copy(self) -> None:
-        """Free the unpickled copy, if there is one; a second call does nothing."""
-        self._copy.close()
-
     @functools.cached_property
     def layout(self) -> Layout:
         """What its segment has; a load that attaches it needs no layout."""
@@ -116,37 +103,13 @@ class OpenShard(Descriptor):
         """Whether the library maps the file directly."""
         return self.plan.action is Action.LINK
 
-    @property
-    def copy_nbytes(self) -> int:
-        """Size of the unpickled copy that a decode needs beside the segment, in bytes; else 0."""
-        return self.header.data_nbytes if self.header.is_unpickled else 0
-
-    @property
-    def needs_copy(self) -> bool:
-        """Whether `make_copy` has to be called before `job`."""
-        return self.header.is_unpickled and self._copy.fd < 0
-
-    def make_copy(self, go_on: Callable[[], None]) -> None:
-        """Have torch unpickle the file, in a process of its own; blocks until that is done.
-
-        Args:
-            go_on: called several times a second; what it raises ends the call.
-
-        Raises:
-            CheckpointError, CapacityError, WorkerError: as `unpack`.
-        """
-        assert self.header.is_unpickled
-        self._copy.fd = unpack(self.plan.path, self.fd, self.source, self.header, go_on)
-
     def job(self, part: Part | Hollow) -> Job:
         """Return the job that decodes it into a part; both descriptors stay with their owners."""
-        assert not self.needs_copy
-        source_fd = self.fd if self._copy.fd < 0 else self._copy.fd
         pointed = pointed_object(self.fd)
         return Job(
             path=pointed.url if pointed else self.plan.path,
-            source_fd=source_fd,
-            source=Stat.of(self.source if source_fd == self.fd else os.fstat(source_fd)),
+            source_fd=self.fd,
+            source=Stat.of(self.source),
             part_fd=part.fd,
             nbytes=self.layout.nbytes,
             pieces=self.layout.pieces,

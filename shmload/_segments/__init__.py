@@ -17,8 +17,6 @@ records it, so a process that dies needs no clean-up but this table.
     NAME       free       0400        resident, idle                     `evict`; for room; when
                                                                          its time is over
     NAME       any        01400       pinned: resident                   `evict` alone
-    NAME       any        01500       pinned for view directories alone  nobody; it is 0400 when the
-                                                                         last of these goes
     NAME       exclusive  any         is listed or removed               who holds the lock
 
 A segment that a publication needs is resident, and `evict` and `gc` leave it until the

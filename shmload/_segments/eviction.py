@@ -40,31 +40,24 @@ class _Limit(NamedTuple):
     """Empty for /dev/shm: what helps there depends on what lies there."""
 
 
-def require_room(
-    nbytes: int, *, evictable: int = 0, is_charged_here: bool = True, beside_nbytes: int = 0
-) -> None:
+def require_room(nbytes: int, *, evictable: int = 0) -> None:
     """Check that there is room for `nbytes` of new segments.
 
     Args:
         nbytes: size of the segments, in bytes.
         evictable: how many bytes could be evicted for them.
-        is_charged_here: whether this process or its workers fill them, rather than a service, which
-            may be in another control group.
-        beside_nbytes: what this process's children need until the segments are filled, in bytes. It
-            takes memory, and nothing of /dev/shm.
 
     Raises:
         SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
     """
-    if nbytes == beside_nbytes == 0:
+    if nbytes == 0:
         return
-    for limit in _limits(of_group=is_charged_here):
+    for limit in _limits():
         free = limit.free + evictable
-        wanted = nbytes if limit.error is SharedMemoryFull else nbytes + beside_nbytes
-        if wanted + limit.kept > free:
+        if nbytes + limit.kept > free:
             remedy = limit.remedy or _shm_remedy(nbytes)
-            raise limit.error(wanted, max(0, free - limit.kept), limit.name, remedy)
+            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, remedy)
 
 
 def _shm_remedy(nbytes: int) -> str:
@@ -90,16 +83,9 @@ def _shm_remedy(nbytes: int) -> str:
     return ", or ".join([*ways, enlarge])
 
 
-def room_nbytes(beside_nbytes: int = 0) -> int:
-    """Return the room for new segments, in bytes; negative if the margin is used already.
-
-    Args:
-        beside_nbytes: as for `require_room`.
-    """
-    return min(
-        limit.free - limit.kept - (0 if limit.error is SharedMemoryFull else beside_nbytes)
-        for limit in _limits()
-    )
+def room_nbytes() -> int:
+    """Return the room for new segments, in bytes; negative if the margin is used already."""
+    return min(limit.free - limit.kept for limit in _limits())
 
 
 def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
@@ -238,16 +224,13 @@ def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Bud
     return ", or ".join([" and ".join(both), ways]) if both else ways
 
 
-def evict_for(
-    nbytes: int, budget: Budget | None = None, reserved: int = 0, *, beside_nbytes: int = 0
-) -> list[SegmentInfo]:
+def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:
     """Evict enough for `nbytes` of new segments, or nothing if that is impossible.
 
     Args:
         nbytes: size of the new segments, in bytes.
         budget: as for `choose_victims`.
         reserved: as for `choose_victims`.
-        beside_nbytes: as for `require_room`.
 
     Returns:
         The segments that were removed.
@@ -264,37 +247,34 @@ def evict_for(
             msgspec.structs.replace(info, is_leased=info.is_leased or info.name in taken)
             for info in listed
         ]
-        room = room_nbytes(beside_nbytes)
+        room = room_nbytes()
         if room < nbytes and remove_leftovers():
-            room = room_nbytes(beside_nbytes)
+            room = room_nbytes()
         victims = choose_victims(found, nbytes, room, budget, reserved)
         if victims and not looks_at_mappings:
             looks_at_mappings = True
             continue
         idle_nbytes = sum(info.nbytes for info in evictable(found))
-        require_room(nbytes, evictable=idle_nbytes, beside_nbytes=beside_nbytes)
+        require_room(nbytes, evictable=idle_nbytes)
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         gone = [info for info in victims if info.name in removed]
         _log_eviction(gone, found)
         evicted += gone
         if len(gone) == len(victims):
-            require_room(nbytes, beside_nbytes=beside_nbytes)
+            require_room(nbytes)
             return evicted
         # A process has attached or mapped one of the victims meanwhile.
         taken |= {info.name for info in victims} - {info.name for info in gone}
 
 
-def require_possible(
-    nbytes: int, budget: Budget | None = None, reserved: int = 0, *, beside_nbytes: int = 0
-) -> None:
+def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> None:
     """Check that `nbytes` would fit if no process used a segment and no load ran.
 
     Args:
         nbytes: size of the new segments, in bytes.
         budget: as for `choose_victims`.
         reserved: what the loads that run would give back, in bytes.
-        beside_nbytes: as for `require_room`.
 
     Raises:
         CapacityError: they would not.
@@ -302,7 +282,7 @@ def require_possible(
     found = [msgspec.structs.replace(info, is_leased=False) for info in segments_by_lock()]
     idle_nbytes = sum(info.nbytes for info in evictable(found)) + reserved
     choose_victims(found, nbytes, nbytes, budget)
-    require_room(nbytes, evictable=idle_nbytes, beside_nbytes=beside_nbytes)
+    require_room(nbytes, evictable=idle_nbytes)
 
 
 def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:

@@ -9,7 +9,6 @@ shard and no model in its own dtype is whole with it.
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import msgspec
 
@@ -60,8 +59,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the files on disk are still those that were decoded."""
     variant: str = ""
     """The variant of its files, such as `fp16`; empty for plain files."""
-    views: tuple[str, ...] = ()
-    """The view directories that need some of its segments."""
 
     @property
     def full_name(self) -> str:
@@ -87,7 +84,6 @@ def group_segments(
     roots: Mapping[str, Root],
     shards: Mapping[str, Mapping[str, str]],
     users: Mapping[str, tuple[User, ...]],
-    views: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Model]:
     """Group segments into models, in the order of their first segments.
 
@@ -97,7 +93,6 @@ def group_segments(
         shards: the component of each file that a model has now, by the model's key and then by the
             file's `Identity.key`. A model that is not named has the files it was decoded from.
         users: the processes that are attached to segments or map them, by segment.
-        views: the view directories that need segments, by segment.
     """
     groups: dict[tuple[str, int], list[SegmentInfo]] = {}
     homes: dict[str, Root] = {}
@@ -114,7 +109,7 @@ def group_segments(
         drafts += _divide(homes[key], own, also)
     drafts = [draft for draft in drafts if not any(draft.names < each.names for each in drafts)]
     names = tell_apart({draft.home.key: draft.home for draft in drafts}.values())
-    made = [_make(draft, names[draft.home.key], shards, users, views) for draft in drafts]
+    made = [_make(draft, names[draft.home.key], shards, users) for draft in drafts]
     return [msgspec.structs.replace(each, shared_with=_sharing(each, made)) for each in made]
 
 
@@ -185,7 +180,6 @@ def _make(
     name: str,
     shards: Mapping[str, Mapping[str, str]],
     users: Mapping[str, tuple[User, ...]],
-    views: Mapping[str, tuple[str, ...]],
 ) -> Model:
     home, held = draft.home, draft.segments
     components: dict[str, int] = {}
@@ -222,7 +216,6 @@ def _make(
         keep_for_s=min((info.keep_for_s for info in held if info.keep_for_s), default=0),
         is_current=held[0].is_current,
         variant=home.variant,
-        views=tuple(sorted({each for info in held for each in views.get(info.name, ())})),
     )
 
 

@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -24,7 +23,6 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.identity import identify
 from shmload._version import __version__
 
-_T = TypeVar("_T", bound=msgspec.Struct)
 _ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
 
 
@@ -176,24 +174,3 @@ def source_text(path: str) -> str:
 def source_path(text: str) -> str:
     """Return the path whose `source_text` this is."""
     return os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), text.encode()))
-
-
-def encode_paths(record: msgspec.Struct) -> bytes:
-    """Return a record that has paths as JSON, the same in every locale.
-
-    Raises:
-        UnicodeEncodeError: a text in it is no path.
-    """
-    return os.fsencode(json.dumps(msgspec.to_builtins(record), ensure_ascii=False))
-
-
-def decode_paths(content: bytes, kind: type[_T]) -> _T:
-    """Return the record that `encode_paths` has written.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        return msgspec.convert(json.loads(os.fsdecode(content)), kind)
-    except RecursionError as exc:
-        raise ValueError("it is nested too deeply") from exc

@@ -15,13 +15,12 @@ from shmload._segments.names import part_names
 from shmload._segments.roots import Root, find_roots, shards_below, tell_apart
 from shmload._segments.segment import peek
 from shmload._segments.users import User, describe_users, holders, name_users, users_of
-from shmload._segments.view_register import views_by_segment
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
 
 # For narrow terminals they are left out where they would say nothing.
-_OPTIONAL = ("PINNED", "EXPIRES", "VIEWS", "COMPONENTS")
+_OPTIONAL = ("PINNED", "EXPIRES", "COMPONENTS")
 
 
 class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +161,7 @@ def models() -> Models:
         for info in found
     ]
     return Models(
-        find_models(seen, users, views_by_segment()),
+        find_models(seen, users),
         find_decoding(info.source for info in found if info.source),
     )
 
@@ -170,20 +169,18 @@ def models() -> Models:
 def find_models(
     found: Sequence[SegmentInfo],
     users: Mapping[str, tuple[User, ...]] | None = None,
-    views: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[Model]:
     """Group segments into models; look up where these lie on disk.
 
     Args:
         found: the segments.
         users: the processes that use them, by segment; None to leave them out.
-        views: the view directories that need them, by segment; None to leave them out.
     """
     roots = find_roots(info.source for info in found if info.source)
     by_key = {root.key: root for root in roots.values()}
     # Only where there are several sources can they share files.
     shards = {key: shards_below(root) for key, root in by_key.items()}
-    return group_segments(found, roots, shards, users or {}, views or {})
+    return group_segments(found, roots, shards, users or {})
 
 
 def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
@@ -210,7 +207,6 @@ def _row(model: Model, now: float) -> dict[str, str | Cell]:
         "LAST USED": "now" if model.is_leased else format_age(now - model.used_at),
         "PINNED": "yes" if model.is_pinned else "partly" if model.pinned_segments else "-",
         "EXPIRES": _expiry(model, now),
-        "VIEWS": _views(model),
         "COMPONENTS": _components(model),
     }
 
@@ -219,13 +215,6 @@ def _components(model: Model) -> str:
     """Write which components are resident, and which are not."""
     absent = f" (not {', '.join(model.absent)})" if model.absent else ""
     return f"{', '.join(model.components)}{absent}" if model.components else "-"
-
-
-def _views(model: Model) -> str:
-    """Write the first view directory that needs a model, and how many more there are."""
-    if not model.views:
-        return "-"
-    return model.views[0] + (f" +{len(model.views) - 1}" if len(model.views) > 1 else "")
 
 
 def _expiry(model: Model, now: float) -> str:

@@ -2,10 +2,8 @@
 
 shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
-shmload-UID-KEY.RANDOM.part a part that is about to replace that one
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
-shmload-UID-stand-KEY.part  empty; locked by the process that changes a view directory
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 
 An empty name is there only while a process holds its lock: one at a time has its turn. What a dead
@@ -77,18 +75,13 @@ def part_name(segment: str) -> str:
     return segment + _PART_SUFFIX
 
 
-def new_part_name(segment: str) -> str:
-    """Return a random name for a part until it replaces the segment's present one."""
-    return f"{segment}.{secrets.token_hex(8)}{_PART_SUFFIX}"
-
-
 def lock_name(what: str) -> str:
-    """Return the name whose lock is held by the one that looks for room, or changes a mode or view.
+    """Return the name whose lock is held by the one that looks for room, or changes a mode.
 
     It ends like a part's: what a dead process leaves goes in the same way.
 
     Args:
-        what: `room`, `mode`, or `stand-KEY`.
+        what: `room` or `mode`.
     """
     return f"{name_prefix()}{what}{_PART_SUFFIX}"
 

@@ -3,7 +3,6 @@
 A segment that is being built is a part, or a stand-in that has a header and no data.
 """
 
-import contextlib
 import errno
 import itertools
 import os
@@ -12,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
-from shmload._host.descriptors import Descriptor, close, try_lock, unlock, wait_lock
+from shmload._host.descriptors import Descriptor, close, try_lock, unlock
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
-from shmload._segments.names import new_part_name, part_name
+from shmload._segments.names import part_name
 from shmload._segments.segment import PINNED, READ_ONLY, SHARED, Segment, Stay, attach, finished
 from shmload._segments.users import holders
 from shmload._wording import logger_of
@@ -48,33 +47,6 @@ class Part(Descriptor):
         """Set its length and write its header. Its data reads as zeros until it is filled."""
         os.ftruncate(self.fd, layout.nbytes)
         write_at(self.fd, layout.header, 0)
-
-    def renew(self) -> None:
-        """Start over in a new inode, which no service has; drop the old one's bytes."""
-        fd = self._create_another() if self.has_name else _make_nameless(self.name)
-        old, self.fd = self.fd, fd
-        os.ftruncate(old, 0)
-        unlock(old)  # the service's descriptor shares the lock; processes that wait start over
-        os.close(old)
-
-    def _create_another(self) -> int:
-        # Replace the part's name in one step: a process that found no part would build its own.
-        name = new_part_name(self.name)
-        while True:
-            fd = shm_open(name, create=True, writable=True)
-            assert fd is not None, "created if missing"
-            try:
-                # A process that collects garbage may hold it for a moment, or have removed it.
-                if wait_lock(fd, exclusive=True, timeout_s=1.0) and is_named(fd, name):
-                    os.ftruncate(fd, 0)
-                    with contextlib.suppress(SegmentRemoved):  # then try again
-                        shm_rename(name, part_name(self.name))
-                        return fd
-            except BaseException:
-                shm_unlink(name)
-                close(fd)
-                raise
-            close(fd)
 
     def publish(self, digest: str, stay: Stay, *, is_pinned: bool = False) -> Segment:
         """Write the digest and give the part its final name.

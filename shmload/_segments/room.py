@@ -40,7 +40,6 @@ def room_within(
     *,
     turn: Callable[[], contextlib.AbstractContextManager[bool]],
     timeout_s: float,
-    beside_nbytes: int = 0,
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments within a budget; note inside the block that they take it.
 
@@ -51,7 +50,6 @@ def room_within(
         go_on: called several times a second during a wait; what it raises ends the wait.
         turn: tries for the lock of the load that looks for room, and holds it in a block.
         timeout_s: how long to wait at most, in seconds.
-        beside_nbytes: as for `require_room`.
 
     Yields:
         The segments that were evicted for it.
@@ -70,10 +68,10 @@ def room_within(
                 quiet_since = now
             if others != tried or now >= min(again_at, ends_at):
                 try:
-                    evicted = evict_for(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
+                    evicted = evict_for(nbytes, budget, others.nbytes)
                     break
                 except (SharedMemoryFull, MemoryLimitExceeded) as exc:
-                    require_possible(nbytes, budget, others.nbytes, beside_nbytes=beside_nbytes)
+                    require_possible(nbytes, budget, others.nbytes)
                     if now >= ends_at:
                         raise exc.after(timeout_s) from None
                     if now - quiet_since > _SETTLE_S:

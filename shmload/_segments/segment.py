@@ -30,7 +30,6 @@ from shmload._segments.metadata import (
     write_keep_for,
 )
 from shmload._segments.names import name_prefix, wait_turn
-from shmload._segments.view_register import views_by_segment
 from shmload.errors import (
     SegmentCorrupt,
     SegmentTimeout,
@@ -43,7 +42,6 @@ from shmload.errors import (
 READ_ONLY = 0o400
 SHARED = stat.S_IXUSR
 PINNED = stat.S_ISVTX
-FOR_VIEWS = PINNED | SHARED
 
 # A change takes microseconds: only a process that was stopped in the middle takes longer.
 _TIMEOUT_S = 10.0
@@ -51,7 +49,7 @@ _TIMEOUT_S = 10.0
 
 def is_shared(found: os.stat_result) -> bool:
     """Tell whether a segment's name is removed with its last lease."""
-    return found.st_mode & FOR_VIEWS == SHARED
+    return found.st_mode & (PINNED | SHARED) == SHARED
 
 
 @contextlib.contextmanager
@@ -59,7 +57,7 @@ def changing_mode(what: str) -> Iterator[None]:
     """Be the one process that may change modes, inside the block.
 
     Args:
-        what: the segment whose mode changes, or the view directory that needs it, for the error.
+        what: the segment whose mode changes, for the error.
 
     Raises:
         SegmentTimeout: another process is in the middle of a change for 10 s.
@@ -170,41 +168,25 @@ class Segment(Descriptor):
                 if self.is_shared:
                     os.fchmod(self.fd, READ_ONLY)
 
-    def pin(self, *, for_views: bool = False) -> None:
+    def pin(self) -> None:
         """Make it resident; it is never evicted to make room, nor because it is idle.
-
-        Args:
-            for_views: a view directory needs it; a pin of the user's stays the user's.
 
         Raises:
             SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
         with changing_mode(self.name):
-            if not for_views:
-                os.fchmod(self.fd, READ_ONLY | PINNED)
-            elif not self.is_pinned:
-                os.fchmod(self.fd, READ_ONLY | FOR_VIEWS)
+            os.fchmod(self.fd, READ_ONLY | PINNED)
 
     def unpin(self) -> None:
-        """Undo `pin`, if no view directory needs it; its time to live begins now.
+        """Undo `pin`; its time to live begins now.
 
         Raises:
             SegmentTimeout, SharedMemoryFull: as `changing_mode`.
         """
         with changing_mode(self.name):
             if self.is_pinned:
-                self._end_pin(
-                    READ_ONLY | FOR_VIEWS if self.name in views_by_segment() else READ_ONLY
-                )
-
-    def unpin_for_views(self) -> None:
-        """Undo `pin(for_views=True)`; call it inside `changing_mode`."""
-        if os.fstat(self.fd).st_mode & FOR_VIEWS == FOR_VIEWS:
-            self._end_pin(READ_ONLY)
-
-    def _end_pin(self, mode: int) -> None:
-        self.touch()  # first: or it might be due already
-        os.fchmod(self.fd, mode)
+                self.touch()  # first: or it might be due already
+                os.fchmod(self.fd, READ_ONLY)
 
     @property
     def keep_for_s(self) -> int:

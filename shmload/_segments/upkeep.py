@@ -23,12 +23,10 @@ from shmload._segments.removal import (
 )
 from shmload._segments.segment import Segment
 from shmload._segments.selection import select
-from shmload._segments.standing_views import find_unsettled, settle_leftovers
 from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
-from shmload._segments.view_register import views_by_segment
 from shmload._settings import settings
-from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt, SegmentProtected
+from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
 _BLOCK_NBYTES = 1 << 20
 
@@ -104,8 +102,7 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
         AmbiguousName: a pattern is a part of several models' names.
-        SegmentBusy: some are in use, by a process, a view directory or a publication; the others
-            are removed.
+        SegmentBusy: some are in use, by a process or a publication; the others are removed.
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
@@ -123,21 +120,19 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     """
     # A publication goes before what it needs, and is younger.
     chosen = sorted(chosen, key=lambda info: info.created_at, reverse=True)
-    known = views_by_segment()
-    views = {info.name: known[info.name] for info in chosen if info.name in known}
-    look = remove_idle([info.name for info in chosen if info.name not in views])
+    look = remove_idle([info.name for info in chosen])
     removed = Segments(info for info in chosen if info.name in look.idle)
     staying = [*look.used, *look.locked]
     needed = {i.name: i.needed_by for i in segments_by_lock() if i.needed_by}
     needed = {name: needed[name] for name in staying if name in needed}
     busy = [name for name in staying if name not in needed]
-    if staying or views:
+    if staying:
         used = users_of(busy)
         pids = {name: used.get(name, set()) for name in busy}
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
         }
-        raise SegmentBusy(pids, (info.name for info in removed), called, views, needed)
+        raise SegmentBusy(pids, (info.name for info in removed), called, needed)
     return removed
 
 
@@ -146,19 +141,17 @@ def collect_garbage() -> list[str]:
 
     These are parts whose builder died, views whose process died, and segments that no process uses
     and that were shared, or whose shard has changed or is gone, or whose time is over
-    (`warm(keep_for=)`). Pinned segments stay: their disk may only be away for a while. What a dead
-    process left of a view directory is finished or undone.
+    (`warm(keep_for=)`). Pinned segments stay: their disk may only be away for a while.
 
     Returns:
         The names that were removed.
     """
     # What earlier versions remembered of built models.
     shutil.rmtree(settings().cache_dir / "skeletons", ignore_errors=True)
-    settled = settle_leftovers()  # first: it lets segments go
     outdated = [info.name for info in segments_by_lock()[::-1] if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.
     gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle
-    return [*gone, *remove_expired(), *remove_leftovers(), *settled]
+    return [*gone, *remove_expired(), *remove_leftovers()]
 
 
 def find_garbage() -> list[str]:
@@ -172,7 +165,7 @@ def find_garbage() -> list[str]:
         if (info.is_shared or info.is_due or not info.is_current)
     ]
     parts = filter(is_free, part_names())
-    return [*unused, *parts, *dead_views(), *find_unsettled()]
+    return [*unused, *parts, *dead_views()]
 
 
 def digest_data(fd: int, header: Header) -> str:
@@ -219,8 +212,7 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
 def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     """Undo `pin`: the segments stay resident, and may be evicted to make room.
 
-    Segments that a model shares with another pinned model are unpinned too. Those that a view
-    directory needs stay pinned until that is removed.
+    Segments that a model shares with another pinned model are unpinned too.
 
     Args:
         patterns: as for `evict`.
@@ -231,16 +223,8 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     Raises:
         ArgumentError: no pattern is given.
         SegmentNotFound, AmbiguousName: as `pin`.
-        SegmentProtected: some stay pinned for a view directory; the others are unpinned.
     """
-    unpinned = _change(patterns, "unpin", Segment.unpin)
-    views = views_by_segment()
-    protected = sorted(info.name for info in unpinned if info.name in views)
-    if protected:
-        raise SegmentProtected(
-            protected, sorted({each for name in protected for each in views[name]})
-        )
-    return unpinned
+    return _change(patterns, "unpin", Segment.unpin)
 
 
 def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
@@ -253,8 +237,7 @@ def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
     Returns:
         The names of the segments that lost their pins: `gc` removes them.
     """
-    protected = views_by_segment()
-    outdated = [info for info in pinned_outdated() if info.name not in protected]
+    outdated = pinned_outdated()
     lost = []
     for segment in to if outdated else ():
         header = segment.read_metadata()

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from shmload._checkpoints.formats.known import name_alone_in_view, name_in_view
 from shmload._checkpoints.indexes import indexed_shards, renamed_index
 from shmload._host.descriptors import Descriptor, try_lock
@@ -28,6 +30,56 @@ _MARK = stat.S_ISVTX
 # A new view has neither lock nor mark for a moment; an unmarked one counts as dead after this many
 # seconds.
 _GRACE_S = 60.0
+
+
+class Mirror(msgspec.Struct, frozen=True):
+    """The entries of a directory that looks like another one, by their path in it."""
+
+    folders: list[str]
+    """Each after those above it."""
+    links: dict[str, Path]
+    """What each link leads to."""
+    files: dict[str, bytes]
+    """What is written to each file: indexes, which name shards as the links do."""
+
+
+def mirror(root: Path, files: Mapping[Path, Path]) -> Mirror:
+    """Plan a directory that looks like another one; writes nothing.
+
+    Every entry is a link; only the directories that contain a replaced file are directories.
+
+    Args:
+        root: the directory, or the single file, to look like; absolute.
+        files: for each weight file below `root`, the path of the file with its bytes.
+
+    Raises:
+        CheckpointError: an index cannot be read.
+    """
+    shown = Mirror([], {}, {})
+    # A relative target would be resolved from the link's own directory.
+    replaced = {absolute(path): absolute(to) for path, to in files.items()}
+    if not root.is_dir():
+        name = name_alone_in_view(root.name) if root in replaced else root.name
+        shown.links[name] = replaced.get(root, root)
+        return shown
+    above = {parent for file in replaced for parent in file.parents}
+    folders = [root]
+    for folder in folders:
+        renamed = {name_in_view(file.name) for file in replaced if file.parent == folder}
+        for name in os.listdir(folder):
+            path = folder / name
+            place = str(path.relative_to(root))
+            place_in_view = str(path.with_name(name_in_view(name)).relative_to(root))
+            if path in above:
+                shown.folders.append(place)
+                folders.append(path)
+            elif path in replaced:
+                shown.links[place_in_view] = replaced[path]
+            elif _is_index_of_renamed(path, replaced):
+                shown.files[place_in_view] = renamed_index(path, name_in_view)
+            elif name not in renamed:
+                shown.links[place] = path
+    return shown
 
 
 class View:
@@ -54,9 +106,7 @@ class View:
             self._lock = Descriptor(os.open(self.folder, flags))
             try_lock(self._lock.fd, exclusive=True)
             os.fchmod(self._lock.fd, 0o700 | _MARK)
-            # A relative target would be resolved from the view's own directory.
-            paths = {absolute(path): absolute(to) for path, to in files.items()}
-            self.path = self._link(root, paths)
+            self.path = self._link(root, files)
         except BaseException as exc:
             self.close()
             if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
@@ -66,10 +116,11 @@ class View:
     def _link(self, root: Path, files: Mapping[Path, Path]) -> Path:
         """Create the links and return the path that replaces the root."""
         path = self.folder
+        shown = mirror(root, files)
         if not root.is_dir():
-            path /= name_alone_in_view(root.name) if root in files else root.name
-            self._make_link(path, files.get(root, root))
-            return path
+            (name,) = shown.links
+            self._make_link(path / name, shown.links[name])
+            return path / name
         if root.parent.name == "snapshots":
             # transformers takes the commit's hash from the path of a file in a hub cache.
             for name in ("snapshots", root.name):
@@ -79,27 +130,13 @@ class View:
             # It names the modules of a repository's code after its directory.
             path /= root.name
             self._make_folder(path)
-        self._mirror(root, path, files)
+        for name in shown.folders:
+            self._make_folder(path / name)
+        for name, target in shown.links.items():
+            self._make_link(path / name, target)
+        for name, content in shown.files.items():
+            self._write(path / name, content)
         return path
-
-    def _mirror(self, source: Path, target: Path, files: Mapping[Path, Path]) -> None:
-        """Link every entry; create only the directories that contain a replaced file."""
-        folders = {parent for file in files for parent in file.parents}
-        renamed = {name_in_view(file.name) for file in files if file.parent == source}
-        with os.scandir(source) as entries:
-            for entry in entries:
-                path = Path(entry.path)
-                link = target / entry.name
-                if path in folders:
-                    self._make_folder(link)
-                    self._mirror(path, link, files)
-                elif path in files:
-                    self._make_link(link.with_name(name_in_view(entry.name)), files[path])
-                elif is_index_of_renamed(path, files):
-                    index = renamed_index(path, name_in_view)
-                    self._write(link.with_name(name_in_view(entry.name)), index)
-                elif entry.name not in renamed:
-                    self._make_link(link, path)
 
     def _make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700)
@@ -179,7 +216,7 @@ def absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def is_index_of_renamed(path: Path, files: Mapping[Path, object]) -> bool:
+def _is_index_of_renamed(path: Path, files: Mapping[Path, object]) -> bool:
     """Tell whether an index lists replaced files, which have other names in the view."""
     if ".index." not in path.name or name_in_view(path.name) == path.name:
         return False

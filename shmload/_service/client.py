@@ -6,13 +6,11 @@ the service went away; the load can go on without it.
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
-from shmload._decoding.job import Job, OnBytes
 from shmload._ipc.frames import Inbox, send
 from shmload._segments.roots import Root
 from shmload._service.endpoint import connect, service_pid, socket_path
@@ -20,10 +18,6 @@ from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,
-    BytesRead,
-    Decode,
-    Decoded,
-    Lend,
     Noted,
     Refused,
     Request,
@@ -36,17 +30,13 @@ from shmload._service.protocol import (
     revive,
 )
 from shmload._settings import settings
-from shmload._wording import encodable, logger_of
+from shmload._wording import logger_of
 from shmload.errors import ProtocolError, ServiceError, ServiceSilent, ServiceUnavailable
 
 logger = logger_of(__name__)
 
 _POLL_S = 0.1
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 _A = TypeVar("_A", bound=Answer)
-
-News = BytesRead | Waiting
-"""What the service says while the answer is not there yet, also as a sign of life."""
 
 
 class Client:
@@ -86,7 +76,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; a second call is fine. The service then closes the loans."""
+        """Close the connection; a second call is fine."""
         self._inbox.close()
         self._channel.close()
 
@@ -95,8 +85,7 @@ class Client:
         request: Request,
         kind: type[_A],
         *,
-        on_news: Callable[[News], None] | None = None,
-        timeout_s: float | None = None,
+        on_wait: Callable[[], None] | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         """Send a request and wait for its answer.
@@ -104,9 +93,8 @@ class Client:
         Args:
             request: the request.
             kind: type of the answer.
-            on_news: called with what the service says meanwhile. With it the answer may take any
-                time, as long as the service sends signs of life.
-            timeout_s: how long it may be silent, in seconds; None for `service_timeout_s`.
+            on_wait: called each time that the service says that there is no answer yet. With it the
+                answer may take any time, as long as the service sends signs of life.
             is_cancelled: called several times a second; when true, the wait ends.
 
         Raises:
@@ -115,7 +103,7 @@ class Client:
             ShmloadError: the service refused, with its own error.
         """
         self._send(request)
-        return self._receive(kind, timeout_s or self._timeout_s, on_news, is_cancelled)
+        return self._receive(kind, self._timeout_s, on_wait, is_cancelled)
 
     def reserve(
         self,
@@ -139,55 +127,12 @@ class Client:
             CapacityError: there is none, and none will come within `wait_timeout_s`.
         """
         request = Reserve(nbytes, settings().wait_timeout_s, model)
-        answer = self.ask(
-            request, Reserved, on_news=lambda news: on_wait(), is_cancelled=is_cancelled
-        )
+        answer = self.ask(request, Reserved, on_wait=on_wait, is_cancelled=is_cancelled)
         return answer.evicted
 
     def settle(self) -> None:
         """Say that segments fill the room that was reserved."""
         self.ask(Settle(), Noted)
-
-    def decode(
-        self,
-        model: Root,
-        jobs: Sequence[Job],
-        on_bytes: OnBytes,
-        is_cancelled: Callable[[], bool],
-    ) -> list[str]:
-        """Lend the jobs' descriptors and do what `Coordinator.decode` does.
-
-        Args:
-            model: the model that the jobs are of, by which the service counts.
-            jobs: as for `Coordinator.decode`, like the rest.
-            on_bytes: called with bytes newly read.
-            is_cancelled: called several times a second; when true, the wait ends.
-        """
-        done_before = 0
-
-        def add(news: News) -> None:
-            nonlocal done_before
-            if isinstance(news, BytesRead):
-                on_bytes(news.done - done_before)
-                done_before = news.done
-
-        for job in jobs:
-            self._send(
-                Lend(encodable(str(job.path)), job.source, job.nbytes, job.pieces),
-                (job.source_fd, job.part_fd),
-            )
-        timeout_s = settings().stall_timeout_s
-        answer = self.ask(
-            Decode(model, timeout_s),
-            Decoded,
-            on_news=add,
-            timeout_s=timeout_s,
-            is_cancelled=is_cancelled,
-        )
-        # Each is written into a segment's header, which has room for exactly this format.
-        if len(answer.digests) != len(jobs) or not all(map(_DIGEST.fullmatch, answer.digests)):
-            raise ProtocolError("the service answered with digests that are not the segments'")
-        return list(answer.digests)
 
     def note(self, model: Root, found: Sequence[str], made: Sequence[str]) -> None:
         """Report the segments that a load of a model found and those it decoded.
@@ -196,10 +141,10 @@ class Client:
         """
         self.ask(Attached(model, tuple(found), tuple(made)), Noted)
 
-    def _send(self, request: Request, fds: tuple[int, ...] = ()) -> None:
+    def _send(self, request: Request) -> None:
         self._channel.settimeout(self._timeout_s)
         try:
-            send(self._channel, request, fds)
+            send(self._channel, request)
         except OSError as exc:
             raise self._lost(exc) from exc
         finally:
@@ -209,7 +154,7 @@ class Client:
         self,
         kind: type[_A],
         timeout_s: float,
-        on_news: Callable[[News], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
         is_cancelled: Callable[[], bool] = bool,
     ) -> _A:
         deadline = time.monotonic() + timeout_s
@@ -220,8 +165,8 @@ class Client:
                 if isinstance(answer, kind):
                     return answer
                 match answer:
-                    case BytesRead() | Waiting() if on_news:
-                        on_news(answer)
+                    case Waiting() if on_wait:
+                        on_wait()
                     case Refused():
                         raise revive(answer)
                     case _:

@@ -9,11 +9,11 @@ import contextlib
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from shmload._segments.roots import Root, tell_apart
-from shmload._service.protocol import DecodeStatus, ModelUse
+from shmload._service.protocol import ModelUse
 
 # With this the library would keep all numbers in files, beside those of another program.
 os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
@@ -21,7 +21,6 @@ os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Histogram,
     disable_created_metrics,
 )
 from prometheus_client.core import Metric
@@ -31,12 +30,6 @@ MAX_MODELS = 200
 _MAX_NAME_LENGTH = 200
 _MAX_PATH_LENGTH = 4096  # PATH_MAX
 
-BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Upper bounds of the histogram of decode times, in seconds; one bucket more has the rest."""
-
-INTERVAL_S = 5.0
-"""Length of the intervals that `Usage.history` counts by, in seconds."""
-_INTERVALS = 60
 
 # Of each: name after `shmload_`, help text.
 _COUNTERS = {
@@ -44,42 +37,12 @@ _COUNTERS = {
     "misses": "Segments that loads had to decode.",
     "evictions": "Segments evicted to make room.",
     "refusals": "Loads refused for lack of room.",
-    "failed_decodes": "Decodes that did not end well.",
-    "read_bytes": "Bytes of weights read.",
-    "decode_seconds": "Time spent on decoding.",
 }
 # Name after `shmload_model_`, help text.
 _OF_MODEL = {
     "hits": "Segments that loads of a model found resident.",
     "misses": "Segments that loads of a model had to decode.",
-    "read_bytes": "Bytes of a model's weights read.",
-    "failed_decodes": "Decodes of a model that did not end well.",
 }
-
-
-class RunningDecode:
-    """A decode from when it is asked for to its end."""
-
-    def __init__(self, model: Root, total_nbytes: int, clock: Callable[[], float]) -> None:
-        self.model = model
-        self.total_nbytes = total_nbytes
-        self.done_nbytes = 0
-        self._clock = clock
-        self._began_at: float | None = None
-
-    def begin(self) -> None:
-        """Note that the workers begin with it."""
-        self._began_at = self._clock()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the workers are at an earlier decode."""
-        return self._began_at is None
-
-    @property
-    def elapsed_s(self) -> float:
-        """How long the workers have been at it, in seconds; 0 while it waits for them."""
-        return 0.0 if self._began_at is None else self._clock() - self._began_at
 
 
 class Usage:
@@ -109,18 +72,8 @@ class Usage:
             name: Counter(f"shmload_model_{name}", text, ["key"], registry=registry)
             for name, text in _OF_MODEL.items()
         }
-        self._decode_times = Histogram(
-            "shmload_model_decode_seconds",
-            "Time that a decode took the workers, without waiting for them.",
-            ["key"],
-            buckets=BUCKETS_S,
-            registry=registry,
-        )
         # By the model's key.
         self._models: OrderedDict[str, Root] = OrderedDict()
-        self._running: list[RunningDecode] = []
-        # Number of an interval since the clock's zero, and the bytes read in it; oldest first.
-        self._intervals: deque[tuple[int, int]] = deque(maxlen=_INTERVALS)
 
     def count(self, name: str, amount: float, model: Root | None = None) -> None:
         """Count more of a kind, one of `_COUNTERS`, and for a model, one of `_OF_MODEL`."""
@@ -135,42 +88,6 @@ class Usage:
         self.count("misses", misses, model)
 
     @contextlib.contextmanager
-    def decoding(self, model: Root, total_nbytes: int) -> Iterator[RunningDecode]:
-        """List a decode inside the block, and count it at the end.
-
-        Args:
-            model: the model.
-            total_nbytes: what it will read, in bytes.
-
-        Yields:
-            The decode. Call its `begin` when the workers begin.
-        """
-        running = RunningDecode(model, total_nbytes, self._clock)
-        self._running.append(running)
-        try:
-            yield running
-        except BaseException:
-            self.count("failed_decodes", 1, model)
-            raise
-        else:
-            with self._remembered(model) as key:
-                self._decode_times.labels(key).observe(running.elapsed_s)
-        finally:
-            self._running.remove(running)
-            self.count("decode_seconds", running.elapsed_s)
-
-    def add_read(self, running: RunningDecode, nbytes: int) -> None:
-        """Count bytes that a decode has read."""
-        running.done_nbytes += nbytes
-        self.count("read_bytes", nbytes, running.model)
-        interval = int(self._clock() // INTERVAL_S)
-        with self._lock:
-            before = 0
-            if self._intervals and self._intervals[-1][0] == interval:
-                _, before = self._intervals.pop()
-            self._intervals.append((interval, before + nbytes))
-
-    @contextlib.contextmanager
     def _remembered(self, model: Root) -> Iterator[str]:
         """Note a model as the most recently used one; yield its label."""
         key = _shorten(model.key, _MAX_PATH_LENGTH)
@@ -182,17 +99,14 @@ class Usage:
             self._models.move_to_end(key)
             if len(self._models) > MAX_MODELS:
                 oldest, _ = self._models.popitem(last=False)
-                for each in (*self._of_model.values(), self._decode_times):
-                    with contextlib.suppress(KeyError):  # it was never decoded
-                        each.remove(oldest)
+                for each in self._of_model.values():
+                    each.remove(oldest)
             yield key
 
     def sums(self) -> dict[str, float]:
         """Return the counters over all models, by the names of `_COUNTERS`."""
         values = self._values()
-        found = {name: values[f"shmload_{name}_total", ""] for name in _COUNTERS}
-        found["decode_seconds"] += sum(each.elapsed_s for each in tuple(self._running))
-        return found
+        return {name: values[f"shmload_{name}_total", ""] for name in _COUNTERS}
 
     def _values(self) -> dict[tuple[str, str], float]:
         """Return the value of each sample, by its name and its model's key."""
@@ -201,22 +115,6 @@ class Usage:
             for metric in self._registry.collect()
             for sample in metric.samples
         }
-
-    def running(self) -> tuple[DecodeStatus, ...]:
-        """Return the decodes that run or wait, in the order in which they were asked for."""
-        names = self._names()
-        return tuple(
-            DecodeStatus(
-                model=names.get(each.model.key) or _name_of(each.model),
-                source=_shorten(each.model.path, _MAX_PATH_LENGTH),
-                variant=each.model.variant,
-                done_nbytes=each.done_nbytes,
-                total_nbytes=each.total_nbytes,
-                elapsed_s=each.elapsed_s,
-                is_waiting=each.is_waiting,
-            )
-            for each in tuple(self._running)
-        )
 
     def models(self) -> tuple[ModelUse, ...]:
         """Return what was counted for each model, the most recently used first."""
@@ -234,10 +132,6 @@ class Usage:
                 variant=model.variant,
                 hits=int(value("hits_total", key)),
                 misses=int(value("misses_total", key)),
-                read_nbytes=int(value("read_bytes_total", key)),
-                decodes=int(value("decode_seconds_count", key)),
-                failed=int(value("failed_decodes_total", key)),
-                decode_s=value("decode_seconds_sum", key),
             )
             for key, model in known
         )
@@ -271,18 +165,11 @@ class Usage:
         would have it comes.
         """
         with self._lock:
-            counted = [*self._models.values(), *(each.model for each in self._running)]
+            counted = list(self._models.values())
         resident = {root.key: root for root in self._resident()}
         every = resident | {root.key: root for root in (*counted, *more)}
         names = tell_apart(every.values()) | tell_apart(resident.values())
         return {key: _shorten(name, _MAX_NAME_LENGTH) for key, name in names.items()}
-
-    def history(self) -> tuple[int, ...]:
-        """Return the bytes read in the latest intervals of `INTERVAL_S`, the latest last."""
-        latest = int(self._clock() // INTERVAL_S)
-        with self._lock:
-            known = dict(self._intervals)
-        return tuple(known.get(latest - back, 0) for back in reversed(range(_INTERVALS)))
 
 
 def _name_of(model: Root) -> str:

@@ -2,16 +2,12 @@
 
     client                               service
        |  <- Welcome                        |     on connect
-       |  Lend + two descriptors ->         |     one per shard: what its decode needs
-       |  Decode ->                         |
-       |  <- BytesRead ...                  |     while workers fill the parts
-       |  <- Decoded | Refused              |     the loans are closed
        |  Reserve ->                        |
        |  <- Waiting ...                    |     while other loads may give room back
        |  <- Reserved | Refused             |
        |  any other request ->              |     one at a time
        |  <- its answer | Refused           |
-       |  (end of file)                     |     from either side: the loans are closed
+       |  (end of file)                     |     from either side
 
 Framed by `_ipc.frames`; a frame that is no message ends the connection.
 """
@@ -21,14 +17,13 @@ from typing import Annotated, Final
 import msgspec
 
 from shmload import errors
-from shmload._checkpoints.identity import Nbytes, Stat
+from shmload._checkpoints.identity import Nbytes
 from shmload._ipc.frames import MessageReader
-from shmload._segments.pieces import Run
 from shmload._segments.roots import Root
 from shmload._wording import encodable
 from shmload.errors import ShmloadError
 
-VERSION: Final = 7
+VERSION: Final = 8
 """To be increased with every change of a message."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -40,25 +35,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     pid: int
-
-
-class Lend(msgspec.Struct, frozen=True, tag=True):
-    """A shard to decode; the descriptors of the shard and then of its part come with it."""
-
-    path: str
-    source: Stat
-    nbytes: Nbytes
-    """Size of the segment, in bytes."""
-    pieces: tuple[tuple[Run, ...], ...]
-
-
-class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Decode all shards lent so far."""
-
-    model: Root
-    """The model that they are of."""
-    stall_timeout_s: _Seconds
-    """How long a worker may make no progress before it is replaced, in seconds."""
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -92,21 +68,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the service. It drops its decodes, and their loads go on without it. Segments stay."""
-
-
-class BytesRead(msgspec.Struct, frozen=True, tag=True):
-    """How much of a decode has been read, in bytes."""
-
-    done: int
-    total: int
-
-
-class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """All parts are filled."""
-
-    digests: tuple[str, ...]
-    """Each segment's digest, in the order of the loans."""
+    """End the service. Loads go on without it. Segments stay."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
@@ -128,25 +90,6 @@ class Holders(msgspec.Struct, frozen=True):
     """Process ids, without processes of other pid namespaces, which the service cannot see."""
 
 
-class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode that runs or waits for the workers."""
-
-    model: str
-    """The model's name, as `ls` has it."""
-    source: str
-    """Path of the directory or file that it is loaded from."""
-    variant: str
-    """The variant of its files; empty for plain files."""
-    done_nbytes: int
-    """Bytes of weights read so far."""
-    total_nbytes: int
-    """Bytes of weights that it reads."""
-    elapsed_s: float
-    """How long the workers have been at it, in seconds."""
-    is_waiting: bool
-    """Whether the workers are at an earlier decode."""
-
-
 class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     """What a service has counted for a model since it started."""
 
@@ -159,15 +102,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     hits: int
     """Segments that loads found resident or got from another process."""
     misses: int
-    """Segments that were decoded for loads, by the service or in the load's process."""
-    read_nbytes: int
-    """Bytes of weights that the service read."""
-    decodes: int
-    """Decodes by the service that ended well."""
-    failed: int
-    """Decodes by the service that ended with an error, or whose client left."""
-    decode_s: float
-    """Time that the decodes which ended well took, in seconds."""
+    """Segments that were decoded for loads."""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -179,10 +114,6 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     resident_nbytes: int
     segments: int
     pinned: int
-    workers: int
-    is_decoding: bool
-    waiting: int
-    """Decodes that wait for the workers to be free."""
     waiting_for_room: int
     """Loads that wait for room in the budget."""
     reserved_nbytes: int
@@ -192,25 +123,13 @@ class Status(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     hits: int
     """Segments that loads found resident or got from another process."""
     misses: int
-    """Segments that were decoded for loads, by the service or in the load's process."""
+    """Segments that were decoded for loads."""
     evictions: int
     refusals: int
     """Loads that were refused for lack of room."""
-    failed: int
-    """Decodes that ended with an error, or whose client left."""
-    read_nbytes: int
-    """Bytes of weights read since the service started."""
-    decode_s: float
-    """Time spent decoding, in seconds."""
     leases: tuple[Holders, ...]
-    decoding: tuple[DecodeStatus, ...]
-    """What is being decoded, in the order in which it was asked for."""
     models: tuple[ModelUse, ...]
     """The counters of each model, the most recently used first; at most some hundred models."""
-    history: tuple[int, ...]
-    """Bytes of weights read in each of the latest intervals, the latest last."""
-    interval_s: float
-    """Length of an interval of `history`, in seconds."""
     room_nbytes: int
     """Memory that is free for segments without evicting any, in bytes."""
 
@@ -237,8 +156,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
 
 
-Request = Lend | Decode | Reserve | Settle | Attached | GetStatus | Shutdown
-Answer = Welcome | BytesRead | Decoded | Waiting | Reserved | Noted | Status | Stopping | Refused
+Request = Reserve | Settle | Attached | GetStatus | Shutdown
+Answer = Welcome | Waiting | Reserved | Noted | Status | Stopping | Refused
 
 decode_request = MessageReader[Request](Request, "a client")
 decode_answer = MessageReader[Answer](

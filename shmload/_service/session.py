@@ -1,7 +1,7 @@
-"""One client of the service: reads its requests, answers them, and closes what it lent.
+"""One client of the service: reads its requests and answers them.
 
 Guarantee: a client that is slow, silent or gone delays no other client. If it does not read within
-a deadline, its session ends and its decode is cancelled.
+a deadline, its session ends.
 """
 
 import contextlib
@@ -16,20 +16,15 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
-from shmload._decoding.job import DecodeCancelled, Job, require_sound
+from shmload._decoding.job import DecodeCancelled
 from shmload._ipc.frames import Inbox, send, to_frame
-from shmload._segments.roots import Root
 from shmload._service.budget import Claim
 from shmload._service.endpoint import peer_of, require_same_user, socket_path
 from shmload._service.protocol import (
     VERSION,
     Answer,
     Attached,
-    BytesRead,
-    Decode,
-    Decoded,
     GetStatus,
-    Lend,
     Noted,
     Request,
     Reserve,
@@ -62,14 +57,13 @@ _HEARTBEAT_S = 0.5
 
 
 class Session:
-    """Serves one connection in the thread that calls `run`; owns the socket and the loans."""
+    """Serves one connection in the thread that calls `run`; owns the socket."""
 
     def __init__(self, connection: socket.socket, state: "ServiceState") -> None:
         self._connection = connection
         self._state = state
         self._inbox = Inbox(connection)
-        self._lent: list[Job] = []
-        self._progress = ProgressStream(connection)
+        self._signs = LifeSigns(connection)
         self._claim = Claim()
 
     def run(self) -> None:
@@ -90,13 +84,12 @@ class Session:
 
     def close(self) -> None:
         """Close all that the session owns; a second call is fine."""
-        self._forget_loans()
         self._inbox.close()
         self._connection.close()
 
     def _next_request(self) -> Request | None:
         """Wait for the next request: without a deadline, but a request once begun has one."""
-        if self._inbox.fds and self._inbox.is_empty:
+        if self._inbox.fds:
             raise ProtocolError("descriptors came with a request that takes none")
         deadline = math.inf
         while (frame := self._inbox.next_frame()) is None:
@@ -119,7 +112,6 @@ class Session:
         except ProtocolError:
             raise  # ends the session without an answer
         except ShmloadError as exc:
-            self._forget_loans()
             self._log_refusal(request, exc)
             answer = refuse(exc)
         except DecodeCancelled:  # the client has left, or the service ends
@@ -127,18 +119,16 @@ class Session:
             answer = refuse(ServiceUnavailable(socket_path(), "it ends"))
         except Exception:  # the session's outermost loop: the client must be told
             logger.exception("a request failed")
-            self._forget_loans()
             answer = refuse(ShmloadError("the service failed; its log says why; please report it"))
-        if answer is not None:
-            self._progress.finish()
-            send(self._connection, answer)
+        self._signs.finish()
+        send(self._connection, answer)
 
     def _log_refusal(self, request: Request, exc: ShmloadError | None) -> None:
         """Log that a request failed; without an error its client left, or the service ends."""
         pid, _ = peer_of(self._connection)
         fields: dict[str, object] = {"pid": pid}
         what = "a request"
-        if isinstance(request, Decode | Reserve) and request.model:
+        if isinstance(request, Reserve) and request.model:
             what = self._state.name_of(request.model)
             fields |= {"model": what, "source": request.model.path}
         if exc is None:
@@ -152,13 +142,8 @@ class Session:
         else:
             logger.error("%s failed: %s", what, " ".join((str(exc), *refused.notes)), extra=fields)
 
-    def _answer(self, request: Request) -> Answer | None:
+    def _answer(self, request: Request) -> Answer:
         match request:
-            case Lend():
-                self._borrow(request)
-                return None
-            case Decode(model, stall_timeout_s):
-                return self._decode(model, stall_timeout_s)
             case Reserve():
                 return self._reserve(request)
             case Settle():
@@ -178,61 +163,22 @@ class Session:
             case _:
                 assert_never(request)
 
-    def _borrow(self, lend: Lend) -> None:
-        if len(self._inbox.fds) < 2:
-            raise ProtocolError("a shard was lent without its two descriptors")
-        source_fd, part_fd = self._inbox.fds.pop(0), self._inbox.fds.pop(0)
-        self._lent.append(
-            Job(
-                path=lend.path,
-                source_fd=source_fd,
-                source=lend.source,
-                part_fd=part_fd,
-                nbytes=lend.nbytes,
-                pieces=lend.pieces,
-            )
-        )
-
     def _reserve(self, request: Reserve) -> Reserved:
         def wait() -> None:
-            self._progress.report(Waiting())
             if self._is_gone():
                 raise DecodeCancelled
 
         evicted = self._state.reserve(self._claim, request.nbytes, request.timeout_s, wait)
         return Reserved(tuple(evicted))
 
-    def _decode(self, model: Root, stall_timeout_s: float) -> Decoded:
-        for job in self._lent:
-            require_sound(job)
-        total = sum(job.read_nbytes for job in self._lent)
-        done = 0
-
-        def add(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            self._progress.report(BytesRead(done, total))
-
-        try:
-            digests = self._state.decode(model, self._lent, add, self._is_gone, stall_timeout_s)
-        finally:
-            self._forget_loans()
-        return Decoded(tuple(digests))
-
     def _is_gone(self) -> bool:
         """Whether the client has left or is stuck, or the service ends; sends a sign of life."""
-        self._progress.beat()
-        return self._progress.is_stuck or has_hung_up(self._connection) or self._state.is_stopping
-
-    def _forget_loans(self) -> None:
-        while self._lent:
-            job = self._lent.pop()
-            os.close(job.source_fd)
-            os.close(job.part_fd)
+        self._signs.beat()
+        return self._signs.is_stuck or has_hung_up(self._connection) or self._state.is_stopping
 
 
-class ProgressStream:
-    """Sends progress without waiting for the client; skips reports while its socket is full.
+class LifeSigns:
+    """Says that a client waits; never blocks, and skips signs while the socket is full.
 
     Thread-safe.
     """
@@ -241,7 +187,6 @@ class ProgressStream:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = b""
-        self._latest: BytesRead | Waiting = BytesRead(0, 0)
         self._sent_at = 0.0
         self._took_at = time.monotonic()
 
@@ -251,20 +196,15 @@ class ProgressStream:
         waited_s = time.monotonic() - self._took_at
         return bool(self._unsent) and waited_s > settings().service_timeout_s
 
-    def report(self, latest: BytesRead | Waiting) -> None:
-        with self._lock:
-            self._latest = latest
-            self._send()
-
     def beat(self) -> None:
-        """Repeat the latest report if none was sent for `_HEARTBEAT_S`."""
+        """Say that the client waits, if that was not said for `_HEARTBEAT_S`."""
         with self._lock:
             if time.monotonic() - self._sent_at > _HEARTBEAT_S:
                 self._send()
 
     def _send(self) -> None:
         if not self._unsent:
-            self._unsent = to_frame(self._latest)
+            self._unsent = to_frame(Waiting())
             self._took_at = time.monotonic()
         # MSG_DONTWAIT is not enough: on a socket with a timeout Python waits before it sends.
         if not _has_event(self._connection, select.POLLOUT):
@@ -276,10 +216,9 @@ class ProgressStream:
             self._took_at = self._sent_at = time.monotonic()
 
     def finish(self) -> None:
-        """Send the rest of a report that was begun, with the socket's timeout; then reset."""
+        """Send the rest of a sign that was begun, with the socket's timeout."""
         with self._lock:
             unsent, self._unsent = self._unsent, b""
-            self._latest = BytesRead(0, 0)
             if unsent:
                 self._connection.sendall(unsent)
 

@@ -1,6 +1,6 @@
-"""What all sessions of the service share: the workers, the budget and the counters.
+"""What all sessions of the service share: the budget and the counters.
 
-Guarantee: `kill -9` loses only the decodes that run. Segments are files in /dev/shm, with last use
+Guarantee: `kill -9` loses nothing. Segments are files in /dev/shm, with last use
 and pin in the files' metadata, and leases are kernel locks; a new service finds them all.
 """
 
@@ -9,19 +9,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from shmload._decoding.job import Job, OnBytes
 from shmload._segments.eviction import room_nbytes
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.removal import remove_expired
 from shmload._segments.roots import Root, find_roots
 from shmload._segments.users import users_of
 from shmload._service.budget import Claim, Reservations, service_budget
-from shmload._service.metrics import INTERVAL_S, Usage
-from shmload._service.pool import WorkerPool
+from shmload._service.metrics import Usage
 from shmload._service.protocol import Holders, Status
-from shmload._wording import format_nbytes, logger_of
+from shmload._wording import logger_of
 from shmload.errors import CapacityError, ShmloadError
 
 logger = logger_of(__name__)
@@ -58,16 +56,14 @@ class Preloading:
 
 
 class ServiceState:
-    """State shared by all sessions; thread-safe. Owns the workers.
+    """State shared by all sessions; thread-safe.
 
     Args:
-        workers: number of worker processes.
         budget_nbytes: limit for resident segments, in bytes.
     """
 
-    def __init__(self, workers: int, budget_nbytes: int) -> None:
+    def __init__(self, budget_nbytes: int) -> None:
         self._budget = service_budget(budget_nbytes)
-        self._pool = WorkerPool(workers)
         self._began_at = time.monotonic()
         self.reservations = Reservations(self._budget)
         """What loads have reserved in the budget."""
@@ -107,12 +103,11 @@ class ServiceState:
             self._wake.send(b"x", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Wait for the background threads, and end the workers."""
+        """Wait for the background threads."""
         self.stop()
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         while self._background:
             self._background.pop().join(max(0, deadline - time.monotonic()))
-        self._pool.close()
         self._wake.close()
         self._woken.close()
 
@@ -127,45 +122,6 @@ class ServiceState:
             raise
         self.usage.count("evictions", len(evicted))
         return [info.name for info in evicted]
-
-    def decode(
-        self,
-        model: Root,
-        jobs: Sequence[Job],
-        on_bytes: OnBytes,
-        is_cancelled: Callable[[], bool],
-        stall_timeout_s: float,
-    ) -> list[str]:
-        """Decode with the workers, after the decodes that came earlier.
-
-        Args:
-            model: the model that the jobs are of.
-            jobs: as for `Coordinator.decode`, like the rest.
-            on_bytes: called with bytes newly read.
-            is_cancelled: called several times a second; when true, the decode ends.
-            stall_timeout_s: how long a worker may make no progress, in seconds.
-        """
-        with self.usage.decoding(model, sum(job.read_nbytes for job in jobs)) as running:
-
-            def count(nbytes: int) -> None:
-                self.usage.add_read(running, nbytes)
-                on_bytes(nbytes)
-
-            digests = self._pool.decode(jobs, count, is_cancelled, stall_timeout_s, running.begin)
-        name = self.name_of(model)
-        logger.info(
-            "decoded %s: %s in %.1f s",
-            name,
-            format_nbytes(running.total_nbytes),
-            running.elapsed_s,
-            extra={
-                "model": name,
-                "source": model.path,
-                "nbytes": running.total_nbytes,
-                "elapsed_s": round(running.elapsed_s, 3),
-            },
-        )
-        return digests
 
     def name_of(self, model: Root) -> str:
         """Return what a model is called in the log; its path if that cannot be found out now."""
@@ -182,12 +138,10 @@ class ServiceState:
         return ["the service ends"] if self.is_stopping else []
 
     def reasons_unready(self) -> list[str]:
-        """Say why loads should not come yet; nothing if they may. Takes up to a second or so."""
+        """Say why loads should not come yet; nothing if they may."""
         if self.is_stopping:
             return self.reasons_unhealthy()
-        silent = self._pool.silent_workers()
-        reasons = [f"{silent} of {self._pool.workers} workers do not answer"] if silent else []
-        return [*reasons, *self.preloading.reasons()]
+        return list(self.preloading.reasons())
 
     def remove_expired(self) -> None:
         """Remove what is idle for its time, again and again until the service ends."""
@@ -203,7 +157,7 @@ class ServiceState:
     def status(self) -> Status:
         """Return the status."""
         found = segments_by_lock()  # what is mapped is looked at below, once
-        decoding, counted = self.usage.running(), self.usage.sums()
+        counted = self.usage.sums()
         return Status(
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._began_at,
@@ -211,9 +165,6 @@ class ServiceState:
             resident_nbytes=sum(info.nbytes for info in found),
             segments=len(found),
             pinned=sum(info.is_pinned for info in found),
-            workers=self._pool.workers,
-            is_decoding=bool(decoding),
-            waiting=sum(each.is_waiting for each in decoding),
             waiting_for_room=self.reservations.waiting,
             reserved_nbytes=self.reservations.nbytes,
             clients=self.reservations.clients,
@@ -221,14 +172,8 @@ class ServiceState:
             misses=int(counted["misses"]),
             evictions=int(counted["evictions"]),
             refusals=int(counted["refusals"]),
-            failed=int(counted["failed_decodes"]),
-            read_nbytes=int(counted["read_bytes"]),
-            decode_s=counted["decode_seconds"],
             leases=tuple(_leases(found)),
-            decoding=decoding,
             models=self.usage.models(),
-            history=self.usage.history(),
-            interval_s=INTERVAL_S,
             room_nbytes=max(0, room_nbytes()),
         )
 

@@ -2,7 +2,7 @@
 
     /metrics   numbers, in Prometheus's text format or OpenMetrics
     /healthz   200 while the service serves clients, 503 once it ends
-    /readyz    200 once workers answer and the preload list is done; else 503, with the reasons
+    /readyz    200 once the preload list is done; else 503, with the reasons
     any other  404
 
 Guarantee: a client that is slow, silent or gone delays no other one, and all clients together take
@@ -49,8 +49,6 @@ _GAUGES = (
     ("room_bytes", "room_nbytes", "Memory that is free for segments."),
     ("segments", "segments", "Resident segments."),
     ("pinned_segments", "pinned", "Segments that are never evicted."),
-    ("workers", "workers", "Worker processes."),
-    ("waiting_decodes", "waiting", "Decodes that wait for workers."),
     ("waiting_for_room", "waiting_for_room", "Loads that wait for room in the budget."),
     ("reserved_bytes", "reserved_nbytes", "Room that loads have reserved for what they decode."),
     ("clients", "clients", "Connections."),

@@ -65,11 +65,7 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── NodeTimeout (TimeoutError)
     │   └── NodeFailed
     ├── TemplateUnavailable
-    ├── ViewError
-    │   ├── ViewRefused (FileExistsError)
-    │   ├── ViewNotFound (FileNotFoundError)
-    │   ├── ViewUnwritable (OSError)
-    │   └── ViewBusy (TimeoutError)
+    ├── ViewRefused (OSError)
     └── SegmentError
         ├── SegmentNotFound (KeyError)
         ├── AmbiguousName (ValueError)
@@ -78,7 +74,6 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
         ├── PublicationBroken
         ├── UpdateRefused
         ├── SegmentCorrupt
-        ├── SegmentProtected
         ├── SegmentRemoved
         ├── SegmentUntrusted
         ├── SharedMemoryUnusable (OSError)

@@ -171,7 +171,7 @@ class AmbiguousName(SegmentError, ValueError):
 
 
 class SegmentBusy(SegmentError):
-    """A process, a view directory or a publication uses a segment, so it was not removed.
+    """A process or a publication uses a segment, so it was not removed.
 
     Attributes:
         names: names of the segments that are in use.
@@ -181,7 +181,6 @@ class SegmentBusy(SegmentError):
         pids: the processes that use each segment, by its name.
         removed: as the attribute.
         models: what to call the segments' models, by segment.
-        views: the view directories that need each segment, by its name.
         publications: the publications that need each segment, by its name.
     """
 
@@ -190,33 +189,26 @@ class SegmentBusy(SegmentError):
         pids: Mapping[str, Collection[int]],
         removed: Iterable[str] = (),
         models: Mapping[str, str] | None = None,
-        views: Mapping[str, Sequence[str]] | None = None,
         publications: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        views, publications = views or {}, publications or {}
-        self.names = tuple(dict.fromkeys((*pids, *views, *publications)))
+        publications = publications or {}
+        self.names = tuple(dict.fromkeys((*pids, *publications)))
         self.removed = tuple(removed)
         by_model: dict[str, set[int]] = {}
         for name, by in pids.items():
             by_model.setdefault((models or {}).get(name, name), set()).update(by)
         held = [f"{name} by {name_processes(by)}" for name, by in by_model.items()]
-        for needed, one, several in (
-            (views, "view directory", "view directories"),
-            (publications, "publication", "publications"),
-        ):
-            needing: dict[str, set[str]] = {}
-            for name, by_name in needed.items():
-                needing.setdefault((models or {}).get(name, name), set()).update(by_name)
-            for name, of_model in needing.items():
-                noun = one if len(of_model) == 1 else several
-                held.append(f"{name} by the {noun} {', '.join(sorted(of_model))}")
+        needing: dict[str, set[str]] = {}
+        for name, by_name in publications.items():
+            needing.setdefault((models or {}).get(name, name), set()).update(by_name)
+        for name, of_model in needing.items():
+            noun = "publication" if len(of_model) == 1 else "publications"
+            held.append(f"{name} by the {noun} {', '.join(sorted(of_model))}")
         rest = f" ({len(self.removed)} removed)" if self.removed else ""
         remedies = ["end that process, or evict later"] if pids else []
         if any(os.getpid() in by for by in pids.values()):
             # Pipelines refer to themselves: a dropped one stays until a collection.
             remedies = ["in this process drop the models, then call `gc.collect()` and evict again"]
-        for directory in sorted({each for several in views.values() for each in several}):
-            remedies.append(f"`shmload view --remove {shlex.quote(directory)}`")
         for source in sorted({each for several in publications.values() for each in several}):
             remedies.append(f"`shmload rm {shlex.quote(source)}`")
         super().__init__(f"still in use: {', '.join(held)}; {', or '.join(remedies)}{rest}")
@@ -338,68 +330,14 @@ class SegmentTimeout(SegmentError, TimeoutError):
         )
 
 
-class ViewError(ShmloadError):
-    """A view directory cannot be made, changed or removed."""
-
-
-class ViewRefused(ViewError, FileExistsError):
-    """There is something else at the place of a view directory.
+class ViewRefused(ShmloadError, OSError):
+    """A view directory cannot be made at its place.
 
     Args:
-        directory: the place.
-        reason: what is there, and what to do about it.
+        path: the place, or the file in it that is in the way.
+        reason: what is wrong, and what to do about it.
     """
 
-    def __init__(self, directory: _Path, reason: str) -> None:
-        self.directory = fspath(directory)
-        super().__init__(f"{self.directory}: {reason}")
-
-
-class ViewNotFound(ViewError, FileNotFoundError):
-    """A directory is no view directory."""
-
-    def __init__(self, directory: _Path, known: Sequence[str] = ()) -> None:
-        self.directory = fspath(directory)
-        super().__init__(
-            f"{self.directory} is no view directory{nearest(self.directory, known) or ';'} "
-            "`shmload view --list` lists them"
-        )
-
-
-class ViewUnwritable(ViewError, OSError):
-    """A view directory, or the record of it, cannot be written."""
-
-    def __init__(self, path: _Path, reason: str, remedy: str) -> None:
+    def __init__(self, path: _Path, reason: str) -> None:
         self.path = fspath(path)
-        super().__init__(f"{self.path} cannot be written: {reason}; {remedy}")
-
-
-class ViewBusy(ViewError, TimeoutError):
-    """Another process is still making or removing a view directory after the deadline."""
-
-    def __init__(self, directory: _Path, timeout_s: float) -> None:
-        self.directory = fspath(directory)
-        super().__init__(
-            f"{self.directory} is still being changed by another process after {timeout_s:g} s; "
-            "raise SHMLOAD_WAIT_TIMEOUT_S or end that process"
-        )
-
-
-class SegmentProtected(SegmentError):
-    """Segments stay pinned because a view directory uses them.
-
-    Attributes:
-        names: of the segments.
-        directories: the view directories.
-    """
-
-    def __init__(self, names: Iterable[str], directories: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self.directories = tuple(directories)
-        remedies = " and ".join(
-            f"`shmload view --remove {shlex.quote(each)}`" for each in self.directories
-        )
-        super().__init__(
-            f"still pinned, for the view director{'y' if len(self.directories) == 1 else 'ies'} "
-            f"{', '.join(self.directories)}; {remedies} ends that"
-        )
+        super().__init__(f"{self.path}: {reason}")

@@ -13,7 +13,7 @@ from serving import held_by, raw_client, status, wait_until_alone
 from watching import until
 
 from shmload._ipc.frames import to_frame
-from shmload._service.protocol import GetStatus, Lend, Stat
+from shmload._service.protocol import GetStatus
 from shmload._service.server import _MAX_CLIENTS
 
 
@@ -25,22 +25,6 @@ def few_descriptors(process, count):
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 1 + count, before[1]))
     yield
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
-
-
-def lend_without_end(client, fd):
-    lend = to_frame(Lend("/the/shard", Stat(1, 1, 1, 1), 1, ()))
-    while True:
-        socket.send_fds(client, [lend], [fd, fd])
-
-
-def test_client_that_lends_without_end_is_put_out(service):
-    process = service()
-    status()
-    before = held_by(process)
-    with few_descriptors(process, 40), raw_client() as client, open("/dev/null") as file:
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            lend_without_end(client, file.fileno())
-        wait_until_alone(process, before)
 
 
 def test_service_without_descriptors_serves_again_when_it_has_some(service):

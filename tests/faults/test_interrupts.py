@@ -21,8 +21,8 @@ from shmload._loading.load import Load
 has_stopped = threading.Event()
 cancel, wait = Load._cancel, Load.wait
 def say_and_cancel(load):
-    if not load._decoder.cancelled.is_set():
-        load._decoder.cancelled.set()
+    if not load._cancelled.is_set():
+        load._cancelled.set()
         print("CLOSING", flush=True)
     return cancel(load)
 def say_and_wait(load):

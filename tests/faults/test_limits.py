@@ -55,14 +55,6 @@ def test_size_of_files(checkpoint, shm_names, door):
     assert shm_names() == []
 
 
-def test_service_raises_its_own_limit_before_its_workers_start(service, checkpoint, evicts):
-    with file_size(10_000):
-        service()
-    shmload.warm(checkpoint, dtype="float64")
-    (info,) = shmload.segments()
-    assert info.nbytes > 10_000
-
-
 def test_command_says_it_in_one_line(checkpoint, shm_names):
     with file_size(1000):
         done = CliRunner().invoke(main, ["warm", str(checkpoint)])

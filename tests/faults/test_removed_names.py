@@ -1,10 +1,8 @@
 """A part's name that goes while it is filled is an error of ours, and never another load's part."""
 
-import threading
 from pathlib import Path
 
 import pytest
-from serving import status, stopped, wait_until, workers_of
 from weight import assert_right
 
 import shmload
@@ -56,18 +54,3 @@ def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment
         assert is_named(part.fd, part_name(segment))
         assert shmload.segments() == []
     part.close()
-
-
-def test_private_load_through_a_service_goes_on(service, shard, segment, caplog):
-    process = service()
-    found = []
-    loading = threading.Thread(target=lambda: found.append(shmload.load_state_dict(shard, "bf16")))
-    with stopped(*workers_of(process)):
-        loading.start()
-        wait_until(lambda found: found.is_decoding)
-        (_SHM / part_name(segment)).unlink()
-    loading.join()
-    assert_right(found[0])
-    assert "this load goes on with what it has" in caplog.text
-    assert shmload.segments() == []
-    assert status().misses == 1

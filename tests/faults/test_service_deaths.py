@@ -3,40 +3,24 @@
 import os
 import select
 import signal
-import socket
 import sys
 
 import pytest
-import torch
 from children import run_to_end
-from serving import SERVE, status, stopped, wait_until, workers_of
+from serving import SERVE, status, stopped, wait_until
 from weight import VALUES, assert_right
 
 import shmload
+from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
-from shmload._service.protocol import BytesRead
-from shmload._service.session import ProgressStream, has_hung_up
+from shmload._service.protocol import Reserve, Reserved
 
 _LOAD = """
 import sys, shmload
-state = shmload.load_state_dict(sys.argv[1], "bfloat16")
+state = shmload.load_state_dict(sys.argv[1], "bfloat16", keep=True)
 print("SUM", float(state["weight"].double().sum()), flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def at_work(service, child, shard, configure):
-    """A service whose only worker is stopped, and a client whose load that worker has."""
-    configure(stall_timeout_s=60)
-    process = service("--workers", "1")
-    shmload.warm(shard, torch_dtype="float16")  # the worker is ready
-    with stopped(*workers_of(process)):
-        client = child(_LOAD, shard)
-        wait_until(lambda found: found.is_decoding)
-        before = status().decode_s
-        wait_until(lambda found: found.decode_s > before)  # `decode_s` counts up during a decode
-        yield process, client
 
 
 # The service dies ---------------------------------------------------------------------------------
@@ -44,52 +28,14 @@ def at_work(service, child, shard, configure):
 
 def test_killed_service_costs_its_clients_nothing(service, shard):
     process = service()
-    state = shmload.load_state_dict(shard, "bfloat16")
+    state = shmload.load_state_dict(shard, "bfloat16", keep=True)
     process.process.kill()
     process.wait()
     assert_right(state)
     assert shmload.segments()[0].is_leased
     service()
     assert shmload.warm(shard, torch_dtype="bfloat16").read_nbytes == 0
-    assert status().read_nbytes == 0
-
-
-def test_load_goes_on_without_a_service_that_is_killed(at_work):
-    process, client = at_work
-    process.process.kill()
-    assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
-
-
-@pytest.mark.slow
-def test_service_that_is_told_to_end_in_the_middle_hands_over_nothing_half(at_work, shard):
-    process, client = at_work
-    process.process.terminate()
-    assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
-    for info in shmload.verify():
-        assert_right(shmload.load_state_dict(info.source, "bfloat16"))
-
-
-def test_workers_of_a_killed_service_end(service):
-    process = service("--workers", "2")
-    workers = workers_of(process)
-    fds = [os.pidfd_open(pid) for pid in workers]
-    process.process.kill()
-    for fd in fds:
-        assert select.select([fd], [], [], 60)[0]
-        os.close(fd)
-    assert len(fds) == 2
-
-
-@pytest.mark.slow
-def test_load_that_requires_the_service_fails_with_it(at_work, configure, child, other_shard):
-    process, client = at_work
-    configure(service="require")
-    waiting = child(_LOAD, other_shard)
-    wait_until(lambda found: found.waiting == 1)
-    process.process.kill()
-    assert waiting.wait() == 1
-    assert "ServiceUnavailable" in waiting.errors
-    client.expect("SUM")
+    assert (status().hits, status().misses) == (1, 0)
 
 
 def test_service_that_stands_still_is_given_up(service, shard, configure):
@@ -101,30 +47,20 @@ def test_service_that_stands_still_is_given_up(service, shard, configure):
     assert status().misses == 0
 
 
-@pytest.mark.slow
-def test_service_that_stops_in_the_middle_is_given_up(
-    service,
-    shard,
-    child,
-    configure,
-):
-    process = service("--workers", "1")
-    shmload.warm(shard, torch_dtype="float16")
-    configure(stall_timeout_s=1)
-    with stopped(*workers_of(process)):
+@pytest.mark.parametrize("use", ["auto", "require"])
+def test_service_that_is_killed_while_a_load_waits_for_room(service, shard, child, configure, use):
+    configure(service=use)
+    process = service("--budget", "64MiB")
+    with Client(socket_path()) as other:
+        other.ask(Reserve(64 << 20, 0), Reserved)
         client = child(_LOAD, shard)
-        wait_until(lambda found: found.is_decoding)
-        with stopped(process.pid):
+        wait_until(lambda found: found.waiting_for_room == 1)
+        process.process.kill()
+        if use == "auto":
             assert float(client.expect("SUM")) == float(VALUES.bfloat16().double().sum())
-
-
-def test_its_workers_heed_the_deadline_of_the_load(service, shard, configure):
-    process = service("--workers", "1")
-    shmload.warm(shard, torch_dtype="float16")  # the worker is ready
-    configure(stall_timeout_s=0.5)  # the service itself has the default, which is a minute
-    with stopped(*workers_of(process)):
-        shmload.warm(shard, torch_dtype="bfloat16")
-    assert "a worker was lost (WorkerStalled)" in process.errors
+        else:
+            assert client.wait() == 1
+            assert "ServiceUnavailable" in client.errors
 
 
 @pytest.mark.parametrize("command", ["status", "shutdown", "serve"])
@@ -180,7 +116,7 @@ def test_lease_goes_with_the_last_process_that_has_it(service, child, shard):
     service()
     client = child(
         "import os, sys, shmload\n"
-        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16')\n"
+        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16', keep=True)\n"
         "pid = os.fork()\n"
         "if pid: print('FORKED', pid, flush=True)\n"
         "sys.stdin.readline()",
@@ -196,44 +132,3 @@ def test_lease_goes_with_the_last_process_that_has_it(service, child, shard):
     assert select.select([pidfd], [], [], 60)[0]
     os.close(pidfd)
     assert len(shmload.evict(shard)) == 1
-
-
-@pytest.mark.slow
-def test_client_killed_during_its_load_does_not_hold_up_the_next(at_work, other_shard, shard):
-    process, client = at_work
-    client.process.kill()
-    client.wait()
-    # The stopped worker is replaced, and the next client gets the new one.
-    assert torch.equal(
-        shmload.load_state_dict(other_shard, "bfloat16")["weight"], (VALUES + 1).bfloat16()
-    )
-    assert_right(shmload.load_state_dict(shard, "bfloat16"))
-    assert status().pid == process.pid
-
-
-def test_telling_a_client_that_has_left_is_no_failure():
-    # Otherwise the end of its load might be logged as an error of the service.
-    ours, theirs = socket.socketpair()
-    with ours:
-        stream = ProgressStream(ours)
-        theirs.close()
-        stream.report(BytesRead(1, 2))
-        assert has_hung_up(ours)
-
-
-def test_worker_that_died_while_idle_is_replaced(service, shard):
-    process = service("--workers", "1")
-    shmload.warm(shard, torch_dtype="float16")
-    (worker,) = workers_of(process)
-    os.kill(worker, signal.SIGKILL)
-    assert_right(shmload.load_state_dict(shard, "bfloat16"))
-    assert status().misses == 2
-
-
-@pytest.mark.slow
-def test_worker_killed_in_the_middle_is_replaced(at_work):
-    process, client = at_work
-    for worker in workers_of(process):
-        os.kill(worker, signal.SIGKILL)
-    client.expect("SUM")
-    assert status().misses == 2

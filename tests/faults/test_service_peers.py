@@ -13,9 +13,8 @@ from weight import assert_right
 
 import shmload
 from shmload._ipc.frames import to_frame
-from shmload._service.client import Client
 from shmload._service.endpoint import socket_path
-from shmload._service.protocol import GetStatus, Lend, Reserve, Stat, Status
+from shmload._service.protocol import GetStatus, Reserve
 from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
 
 # A client lies, or does nothing -------------------------------------------------------------------
@@ -46,9 +45,8 @@ def read_to_the_end(client):
         b"\xff\xff\xff\xff" + b"x" * 100,
         b"\x00\x00\x00\x05hello",
         b"GET / HTTP/1.1\r\n\r\n",
-        to_frame(Lend("x", Stat(1, 1, 1, 1), 1, ())),  # without the descriptors
     ],
-    ids=["length", "rubbish", "http", "no descriptors"],
+    ids=["length", "rubbish", "http"],
 )
 def test_client_that_sends_rubbish_is_put_out(service, sent):
     service()
@@ -80,19 +78,6 @@ def test_client_that_reads_nothing_does_not_hold_up_others(service, shard):
         client.sendall(b"".join([to_frame(GetStatus())] * 2000))
         client.sendall(to_frame(Reserve(1, 0)))
         assert_right(shmload.load_state_dict(shard, "bfloat16"))
-
-
-def test_descriptors_of_a_client_that_leaves_are_closed(service, shard):
-    process = service()
-    before = len(os.listdir(f"/proc/{process.pid}/fd"))
-    for _ in range(3):
-        with raw_client() as client, open(shard, "rb") as file:
-            frame = to_frame(Lend("x", Stat(1, 1, 1, 1), 1, ()))
-            socket.send_fds(client, [frame], [file.fileno(), file.fileno()])
-    with Client(socket_path()) as client:
-        while client.ask(GetStatus(), Status).clients:  # a client counts until all of it is closed
-            pass
-        assert len(os.listdir(f"/proc/{process.pid}/fd")) <= before + 1
 
 
 # A stranger ---------------------------------------------------------------------------------------

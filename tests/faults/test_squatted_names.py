@@ -12,7 +12,6 @@ import pytest
 import torch
 from doors import refusal
 from safetensors.torch import load_file
-from weight import assert_right
 
 import shmload
 
@@ -110,20 +109,3 @@ def test_private_load_does_without_squatted_names(
         del state
         gc.collect()
     assert "this process decodes for itself alone" in caplog.text
-
-
-def test_private_load_whose_name_is_taken_while_a_service_decodes_it(
-    service, shard, evicts, shm_names, monkeypatch, caplog
-):
-    service()
-    name = shmload.plan(shard, dtype="bfloat16", keep=True).shards[0].segment
-
-    def refuse(old, new):
-        raise shmload.SegmentUntrusted(new, "it belongs to another user")
-
-    monkeypatch.setattr("shmload._segments.part.shm_rename", refuse)
-    assert_right(shmload.load_state_dict(shard, "bfloat16"))
-    assert f"/dev/shm/{name} is not trusted" in caplog.text
-    with pytest.raises(shmload.SegmentUntrusted):
-        shmload.warm(shard, dtype="bfloat16")
-    assert shm_names() == []

@@ -41,7 +41,7 @@ def service(new_child, configure, tmp_path, evicts):
 
 def ask(request, kind):
     with Client(socket_path()) as client:
-        return client.ask(request, kind, on_news=lambda news: None)
+        return client.ask(request, kind, on_wait=lambda: None)
 
 
 def status():
@@ -101,7 +101,7 @@ def drip(client, head):
 
 
 def held_by(process):
-    """Return how many descriptors and threads a service has; each worker adds some."""
+    """Return how many descriptors and threads a service has."""
     return [len(os.listdir(f"/proc/{process.pid}/{kind}")) for kind in ("fd", "task")]
 
 

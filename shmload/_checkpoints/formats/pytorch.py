@@ -1,9 +1,8 @@
 """Reads the headers of PyTorch's files: a zip archive of one pickle and the storages' bytes.
 
 Guarantee: nothing of the file is called in this process, and no tensor's bytes are read in it. What
-another reader than torch's own might take for something else is refused. Where torch's restricted
-unpickler may know more, a process of its own asks it: for the older form without an archive, other
-classes than tensors, transposed tensors.
+another reader than torch's own might take for something else is left to the libraries, and so are
+the older form without an archive, other classes than tensors, and transposed tensors.
 """
 
 import dataclasses
@@ -18,13 +17,6 @@ from shmload._checkpoints.formats.tensor_pickle import (
     find_tensors,
     read_pickle,
     shorten,
-)
-from shmload._checkpoints.formats.unpickled import (
-    BASE_NAMES,
-    OF_ONE_MODEL,
-    Outcome,
-    Wish,
-    header_by_torch,
 )
 from shmload._checkpoints.formats.zip_archive import (
     BadArchive,
@@ -50,17 +42,17 @@ _NUMBERS = ("/.format_version", "/.storage_alignment")
 # Of a zip archive's first local header.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
-# How a file of the older form begins: torch.serialization.MAGIC_NUMBER, pickled.
-_OLDER_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_OF_ONE_MODEL = ".bin"
+# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
+_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"}
 
 
-def read_header(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool = True) -> Header:
-    """Read and check the header of an open file, or have torch unpickle it.
+def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+    """Read and check the header of an open file.
 
     Args:
         fd: an open descriptor; its position is not moved.
         path: what errors call the file.
-        may_ask_torch: where torch may know more than the reader here.
 
     Raises:
         PickleUnread: it has something that is left to the libraries, tensors that share far more
@@ -71,23 +63,16 @@ def read_header(fd: int, path: str | os.PathLike[str], *, may_ask_torch: bool = 
     """
     with reading(path):
         found = Fingerprint.of(os.fstat(fd))
-        wish = Wish.of(path)
+        may_be_nested = not os.fspath(path).endswith(_OF_ONE_MODEL)
         try:
-            header = _read_kept(_File(fd, found, wish.may_be_nested))
+            header = _read_kept(_File(fd, found, may_be_nested))
         except CutShort:
             raise ShardTruncated(path, None, found.nbytes) from None
         except (BadArchive, UnknownPickle) as exc:
             error = refuse(fd, path, ShardMalformed(path, str(exc), "PyTorch"))
-            why = str(exc)
-            if not (isinstance(error, WrongFormat) and error.kind == PICKLE):
-                raise error from None
-            outcome = Outcome()
-            if may_ask_torch and _may_know_more(fd, exc):
-                outcome = header_by_torch(fd, path, wish)
-                why = outcome.why if isinstance(exc, BadArchive) else f"{why}; {outcome.why}"
-            if outcome.header is None:
-                raise PickleUnread(path, found.nbytes, why) from None
-            header = outcome.header
+            if isinstance(error, WrongFormat) and error.kind == PICKLE:
+                error = PickleUnread(path, found.nbytes, str(exc))
+            raise error from None
         return _require_in_proportion(header, path, found.nbytes)
 
 
@@ -101,17 +86,6 @@ def _require_in_proportion(header: Header, path: str | os.PathLike[str], nbytes:
         apart = format_nbytes(header.data_nbytes)
         raise PickleUnread(path, nbytes, f"its tensors share bytes, and take {apart} apart")
     return header
-
-
-def _may_know_more(fd: int, refusal: Exception) -> bool:
-    """Tell whether torch may read a file that was refused here.
-
-    An archive that is damaged or compressed is not one of them: torch maps such a file, and takes
-    for the tensors' bytes what lies there.
-    """
-    if isinstance(refusal, BadArchive):
-        return os.pread(fd, len(_OLDER_HEAD), 0) == _OLDER_HEAD
-    return not isinstance(refusal, NoTensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +150,8 @@ def _recognises(head: bytes) -> bool:
 
 PYTORCH = Format(
     name="PyTorch",
-    suffixes=(OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
-    base_names=BASE_NAMES,
+    suffixes=(_OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
+    base_names=_BASE_NAMES,
     use_safetensors=False,
     can_be_linked=False,
     may_be_unread=True,

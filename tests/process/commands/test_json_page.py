@@ -18,7 +18,6 @@ from shmload._doctor.checks import Finding
 from shmload._segments.eviction import Evicted
 from shmload._segments.models import UnfinishedModel
 from shmload._segments.users import PageLock, PageLocks, User
-from shmload._service import protocol
 from shmload._service.protocol import Holders, ModelUse, Status
 
 _PAGE = Path(__file__).parents[3] / "docs" / "json.md"
@@ -28,14 +27,12 @@ _KINDS = {
     User: "user",
     UnfinishedModel: "unfinishedmodel",
     shmload.WarmReport: "report",
-    shmload.ViewDirectory: "viewdirectory",
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
     LeftOut: "leftout",
     Evicted: "evicted",
     Status: "service",
     Holders: "lease",
-    protocol.DecodeStatus: "decodestatus",
     ModelUse: "count",
     Finding: "finding",
     PageLocks: "pagelocks",
@@ -91,7 +88,7 @@ def ask(page, command):
 
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.__name__)
 def test_every_field_of_an_answer_has_a_line(page, kind):
-    more = {"error"} if kind in (shmload.WarmReport, shmload.ViewDirectory) else set()
+    more = {"error"} if kind is shmload.WarmReport else set()
     assert page[_KINDS[kind]].keys() == {*kind.__struct_fields__} | more
 
 
@@ -124,26 +121,16 @@ def test_answers_about_what_is_resident(ask, checkpoint, folder, child):
     assert len(ask("rm", "--all")["removed"]) == 3
 
 
-def test_answers_about_view_directories(ask, folder, tmp_path, configure):
-    configure(state_dir=tmp_path / "state")
+def test_answers_about_view_directories(ask, folder, tmp_path):
     made = ask("view", folder, "--dtype", "bfloat16", "--dir", tmp_path / "view", "--quiet")
-    assert made["views"] == ask("view", "--list")["views"] == ask("warm", "--views")["views"]
-    assert ask("ls")["models"][0]["views"] == [str(tmp_path / "view")]
-    assert len(ask("rm", "--dry-run", "--all")["in_use"]) == 3
-    (folder / "config.json").unlink()
-    for shard in folder.glob("*.safetensors*"):
-        shard.unlink()
-    assert [*ask("warm", "--views", expected=1)["views"][0]] == ["directory", "error"]
-    assert ask("view", "--remove", tmp_path / "view")["removed"] == [
-        {**made["views"][0], "state": "changed"}
-    ]
+    assert made["directory"] == str(tmp_path / "view")
 
 
 def test_answers_of_and_without_a_service(ask, service, shards):
     assert ask("status", expected=1)["service"] is None
     process = service()
     ask("warm", shards[0], "--quiet")
-    state = shmload.load_state_dict(shards[0])
+    state = shmload.load_state_dict(shards[0], keep=True)
     wait_until(lambda found: found.leases)
     answer = ask("status")
     del state

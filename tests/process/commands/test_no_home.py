@@ -20,9 +20,8 @@ def homeless(monkeypatch):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "SHMLOAD_CACHE_DIR"):
+    for name in ("HOME", "XDG_CACHE_HOME", "SHMLOAD_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("SHMLOAD_STATE_DIR", raising=False)
     settings.cache_clear()
     memo._say.cache_clear()
     yield
@@ -43,7 +42,6 @@ def homeless(monkeypatch):
         ["gc"],
         ["doctor"],
         ["doctor", "{}"],
-        ["view", "--list"],
         ["rm", "--all"],
         ["template", "ls"],
     ],
@@ -54,12 +52,6 @@ def test_commands_work(checkpoint, words, command):
     shmload.warm(checkpoint)
     code, _, said = command(*(word.format(checkpoint) for word in words))
     assert code == 0, said
-
-
-@pytest.mark.usefixtures("homeless", "evicts")
-def test_view_directory_needs_a_place_and_the_error_says_how_to_choose_one(checkpoint, tmp_path):
-    with pytest.raises(shmload.ViewUnwritable, match="SHMLOAD_STATE_DIR"):
-        shmload.view_directory(checkpoint, tmp_path / "view")
 
 
 @pytest.mark.libraries

@@ -52,7 +52,7 @@ def test_lines_of_a_list_have_their_own_options(files, warm, tmp_path):
     assert code == 0
     answer = json.loads(out)
     assert [each["source"] for each in answer["reports"]] == [str(path) for path in files]
-    assert answer.keys() == {"schema_version", "command", "reports", "views"}
+    assert answer.keys() == {"schema_version", "command", "reports"}
     found = {(info.source, info.conversion, info.is_pinned) for info in shmload.segments()}
     assert found == {
         (str(files[0]), "BF16", False),

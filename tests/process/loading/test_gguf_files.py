@@ -77,13 +77,6 @@ def test_float16_is_that_of_diffusers_where_it_rounds_once(path, blocks, kind, e
     assert torch.equal(got, dequantize_gguf_tensor(parameter))
 
 
-def test_service_dequantises(path, wanted, service, evicts):
-    service("--workers", "1")
-    got = shmload.load_state_dict(path, "bfloat16", keep=True)
-    assert_same(got, wanted(torch.bfloat16))
-    assert shmload.plan(path, dtype="bfloat16").shards[0].action is shmload.Action.ATTACH
-
-
 def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):
     got = shmload.load_state_dict(path)
     raw = {f"{kind}.weight": torch.from_numpy(each) for kind, each in blocks.items()}

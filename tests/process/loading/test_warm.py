@@ -136,8 +136,8 @@ from shmload._loading.load import Load
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 cancel = Load._cancel
 def say_and_cancel(load):
-    if not load._decoder.cancelled.is_set():
-        load._decoder.cancelled.set()
+    if not load._cancelled.is_set():
+        load._cancelled.set()
         print("CLOSING", flush=True)
     return cancel(load)
 Load._cancel = say_and_cancel

@@ -72,7 +72,7 @@ def test_death_by_signal_is_told_without_the_template(template, start):
 def test_service_holds_a_template_ready(running, template):
     """It starts one where there is none, with the imports of the last one."""
     service = subprocess.Popen(
-        [sys.executable, "-m", "shmload", "serve", "--template", "default", "--workers", "1"],
+        [sys.executable, "-m", "shmload", "serve", "--template", "default"],
         cwd=running.work,
         env=running.environment,
         stderr=subprocess.DEVNULL,

@@ -21,18 +21,14 @@ def commands():
 def test_removing_as_documented_leaves_no_trace(
     service, checkpoint, configure, monkeypatch, tmp_path, shm_names
 ):
-    runtime, cache, state = (tmp_path / name for name in ("runtime", "cache", "state"))
+    runtime, cache = tmp_path / "runtime", tmp_path / "cache"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    monkeypatch.setenv("XDG_STATE_HOME", str(state))
     monkeypatch.delenv("SHMLOAD_CACHE_DIR")
-    monkeypatch.delenv("SHMLOAD_STATE_DIR", raising=False)
-    configure(socket=runtime / "shmload" / "service.sock", state_dir=state / "shmload")
+    configure(socket=runtime / "shmload" / "service.sock")
     process = service()
     shmload.warm(checkpoint, dtype="bfloat16")
-    shmload.view_directory(checkpoint, tmp_path / "a view", dtype="bfloat16")
-    assert os.listdir(state) == ["shmload"]
     (cache / "shmload" / "rules").mkdir(parents=True)
     assert shm_names()
     program = tmp_path / "bin" / "shmload"
@@ -48,5 +44,4 @@ def test_removing_as_documented_leaves_no_trace(
     assert process.wait() == 0
     assert shm_names() == []
     assert os.listdir(runtime) == []
-    assert os.listdir(cache) == os.listdir(state) == []
-    assert not (tmp_path / "a view").exists()
+    assert os.listdir(cache) == []

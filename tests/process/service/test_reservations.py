@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving import ask, status, stopped, wait_until, workers_of
+from serving import ask, status, wait_until
 from watching import until
 
 import shmload
@@ -88,7 +88,7 @@ def test_segment_that_is_only_looked_at_may_go(shards, evicts, monkeypatch):
             for info in shmload.segments()
         ],
     )
-    with contextlib.closing(ServiceState(1, _SEGMENT)) as state, state.reservations.claim() as one:
+    with contextlib.closing(ServiceState(_SEGMENT)) as state, state.reservations.claim() as one:
         [gone] = state.reservations.reserve(one, _SEGMENT, 60, lambda: None)
         assert gone.name == info.name
 
@@ -98,7 +98,7 @@ def test_status_reads_the_mappings_of_processes_once(shards, evicts, monkeypatch
     looks = []
     for module in (listing, users):
         monkeypatch.setattr(module, "mappers", lambda inodes: looks.append(inodes) or {})
-    with contextlib.closing(ServiceState(1, _SEGMENT)) as state:
+    with contextlib.closing(ServiceState(_SEGMENT)) as state:
         assert state.status().segments == len(looks) == 1
 
 
@@ -118,16 +118,12 @@ def warm_in_thread(path, errors):
 
 
 def test_loads_wait_for_the_room_of_those_that_run(service, files):
-    process = service("--budget", str(5 * _SEGMENT // 2))
+    service("--budget", str(5 * _SEGMENT // 2))
     errors = []
-    with stopped(*workers_of(process)):
+    with Client(socket_path()) as other:
+        other.ask(Reserve(2 * _SEGMENT, 0), Reserved)
         warming = [warm_in_thread(path, errors) for path in files]
-        # All have come: two have room, the others wait.
-        wait_until(
-            lambda found: (
-                (found.reserved_nbytes, found.waiting_for_room) == (2 * _SEGMENT, len(files) - 2)
-            )
-        )
+        wait_until(lambda found: found.waiting_for_room == len(files))
     for thread in warming:
         thread.join()
     assert errors == []
@@ -196,7 +192,7 @@ def test_end_of_the_service_ends_the_wait(service, files):
 def test_view_that_is_in_use_does_not_let_others_wait(service, files):
     service("--budget", str(_SEGMENT))
     with (
-        shmload.view(files[0], torch_dtype="bfloat16"),
+        shmload.view(files[0], torch_dtype="bfloat16", keep=True),
         pytest.raises(SharedMemoryFull, match="1 segment in use"),
     ):
         shmload.warm(files[1], torch_dtype="bfloat16")

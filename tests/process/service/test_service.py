@@ -9,7 +9,7 @@ import pytest
 import torch
 from children import run_to_end
 from comparing import assert_loads_equal
-from serving import ask, status, wait_until, workers_of
+from serving import ask, status, wait_until
 from warming import NBYTES, TENSORS, as_bf16, assert_same
 
 import shmload
@@ -24,26 +24,24 @@ from shmload.errors import SharedMemoryFull
 # Loading ------------------------------------------------------------------------------------------
 
 
-def test_load_is_the_same_and_stays(service, checkpoint, worker_pids, shm_names):
+def test_load_is_the_same_and_is_counted(service, checkpoint, shm_names):
     service()
     seen = []
     state = shmload.load_state_dict(
-        checkpoint, "bfloat16", progress=lambda done, total: seen.append((done, total))
+        checkpoint, "bfloat16", keep=True, progress=lambda done, total: seen.append((done, total))
     )
     assert_same(state, as_bf16(TENSORS))
     assert seen[-1] == (NBYTES, NBYTES)
-    assert worker_pids() == []
     assert len(shm_names()) == 1
     seen.clear()
     assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(TENSORS))
     assert seen == []
     found = status()
-    assert (found.misses, found.hits, found.read_nbytes) == (1, 1, NBYTES)
+    assert (found.misses, found.hits) == (1, 1)
 
 
-def test_what_its_caller_decodes_is_a_miss_too(service, checkpoint, configure):
+def test_private_load_is_a_miss_too(service, checkpoint):
     service()
-    configure(inline_nbytes=1 << 30)
     for _ in range(2):
         shmload.load_state_dict(checkpoint, "bfloat16")
     assert (status().misses, status().hits) == (2, 0)  # the segment is not kept
@@ -53,21 +51,12 @@ def test_what_its_caller_decodes_is_a_miss_too(service, checkpoint, configure):
 
 
 @pytest.mark.libraries
-def test_pipeline_is_the_same(service, saved, worker_pids):
+def test_pipeline_is_the_same(service, saved):
     service()
     source = saved("stable-diffusion")
     for _ in range(2):
         assert_loads_equal(source, "bf16")
-    assert worker_pids() == []
-    assert (status().misses, status().hits) == (4, 4)
-
-
-def test_warm_through_the_service_keeps_workers(service, shards):
-    process = service()
-    before = workers_of(process)
-    for path in shards:
-        shmload.warm(path, torch_dtype="bfloat16")
-    assert workers_of(process) == before
+    assert (status().misses, status().hits) == (8, 0)
 
 
 def test_many_clients_at_once_share_one_decode(service, checkpoint, child):
@@ -76,7 +65,7 @@ def test_many_clients_at_once_share_one_decode(service, checkpoint, child):
         "import sys, shmload\n"
         "print('READY', flush=True)\n"
         "sys.stdin.readline()\n"
-        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16')\n"
+        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16', keep=True)\n"
         "print('SUM', float(state['a.weight'].double().sum()), flush=True)"
     )
     clients = [child(code, checkpoint) for _ in range(4)]
@@ -86,12 +75,12 @@ def test_many_clients_at_once_share_one_decode(service, checkpoint, child):
         each.say()
     wanted = float(TENSORS["a.weight"].bfloat16().double().sum())
     assert {float(each.expect("SUM")) for each in clients} == {wanted}
-    assert (status().misses, status().read_nbytes) == (1, NBYTES)
+    assert status().misses == 1
 
 
 def test_leases_say_who_holds_what(service, checkpoint):
     service()
-    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    state = shmload.load_state_dict(checkpoint, "bfloat16", keep=True)
     (lease,) = status().leases
     assert (lease.segment, lease.pids) == (shmload.segments()[0].name, (os.getpid(),))
     del state
@@ -106,12 +95,12 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
         "from shmload._segments import users\n"
         "from shmload._service.state import ServiceState\n"
         "users.lock_holders, users.mappers = dict, lambda inodes: {}\n"
-        "with contextlib.closing(ServiceState(1, 0)) as state:\n"
+        "with contextlib.closing(ServiceState(0)) as state:\n"
         "    for lease in state.status().leases: print('LEASE', lease.segment, lease.pids)\n"
         "print('END', flush=True)"
     )
     service()
-    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    state = shmload.load_state_dict(checkpoint, "bfloat16", keep=True)
     other = child(code)
     assert other.expect("LEASE") == f"{shmload.segments()[0].name} ()"
     other.expect("END")
@@ -120,7 +109,7 @@ def test_lease_of_a_process_that_cannot_be_seen_is_listed_too(service, checkpoin
 
 def test_remove_says_what_went_and_who_keeps_the_rest(service, shards, command):
     service()
-    state = shmload.load_state_dict(shards[0], "bfloat16")
+    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
     shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
     (kept,) = names_of(shards[:1])
     wait_until(lambda found: len(found.leases) == 1)
@@ -163,7 +152,7 @@ def test_least_recently_used_goes_first(service, shards):
 
 def test_leased_and_pinned_segments_stay(service, shards):
     service("--budget", str(3 * _SEGMENT))
-    state = shmload.load_state_dict(shards[0], "bfloat16")
+    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
     shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
     shmload.warm(shards[2], torch_dtype="bfloat16")
     shmload.warm(shards[3], torch_dtype="bfloat16")
@@ -171,9 +160,8 @@ def test_leased_and_pinned_segments_stay(service, shards):
     assert state["weight"].eq(0).all()
 
 
-def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, configure, shm_names):
+def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, shm_names):
     service("--budget", "0")
-    configure(inline_nbytes=1 << 30)
     assert shmload.load_state_dict(shards[0], "bfloat16")["weight"].dtype == torch.bfloat16
     assert shm_names() == []
     with pytest.raises(SharedMemoryFull):
@@ -182,13 +170,11 @@ def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, co
 
 def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shards):
     service("--budget", str(2 * _SEGMENT))
-    state = shmload.load_state_dict(shards[0], "bfloat16")
+    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
     shmload.warm(shards[1], torch_dtype="bfloat16", pin=True)
-    read = status().read_nbytes
     with pytest.raises(SharedMemoryFull, match="the service's budget leaves 0 B") as caught:
-        shmload.load_state_dict(shards[2], "bfloat16", progress=pytest.fail)
+        shmload.load_state_dict(shards[2], "bfloat16", keep=True, progress=pytest.fail)
     assert (caught.value.needed, caught.value.available) == (_SEGMENT, 0)
-    assert status().read_nbytes == read
     assert len(shmload.segments()) == 2
     del state
 

@@ -11,19 +11,17 @@ import torch
 from safetensors.torch import save_file
 from watching import until
 
-from shmload._decoding.job import DecodeCancelled
-from shmload._segments.roots import Root
 from shmload._service import server as server_module
 from shmload._service.client import Client
 from shmload._service.endpoint import Endpoint
-from shmload._service.protocol import Decode, Decoded, GetStatus, Status
+from shmload._service.protocol import GetStatus, Reserve, Reserved, Status
 from shmload._service.server import Sessions, serve
 from shmload._service.state import ServiceState
 
 
 @pytest.fixture
 def state():
-    with contextlib.closing(ServiceState(workers=1, budget_nbytes=1 << 20)) as state:
+    with contextlib.closing(ServiceState(1 << 20)) as state:
         yield state
 
 
@@ -161,37 +159,37 @@ class Beats:
         self._count = 0
         self.are_enough = threading.Event()
 
-    def __call__(self, news):
+    def __call__(self):
         self._count += 1
         if self._count == 3:
             self.are_enough.set()
 
 
-def test_client_that_waits_for_its_decode_is_shown_life(served, state, monkeypatch):
+def test_client_that_waits_for_room_is_shown_life(served, state, monkeypatch):
     beats = Beats()
 
-    def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
+    def wait(claim, nbytes, timeout_s, on_wait):
         while not beats.are_enough.is_set():
-            assert not is_cancelled()
+            on_wait()
         return []
 
-    monkeypatch.setattr(state, "decode", wait)
+    monkeypatch.setattr(state, "reserve", wait)
     with Client(served) as client:
-        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_news=beats)
+        client.ask(Reserve(1, 60), Reserved, on_wait=beats)
 
 
-def test_client_that_leaves_ends_the_wait_for_its_decode(served, state, monkeypatch):
+def test_client_that_leaves_ends_its_wait(served, state, monkeypatch):
     class Left(Exception):
         pass
 
-    def leave(news):
+    def leave():
         raise Left
 
-    def wait(model, jobs, on_bytes, is_cancelled, stall_timeout_s):
-        until(is_cancelled)
-        raise DecodeCancelled
+    def wait(claim, nbytes, timeout_s, on_wait):
+        while True:
+            on_wait()
 
-    monkeypatch.setattr(state, "decode", wait)
+    monkeypatch.setattr(state, "reserve", wait)
     with pytest.raises(Left), Client(served) as client:
-        client.ask(Decode(Root(path="m"), 60.0), Decoded, on_news=leave)
+        client.ask(Reserve(1, 60), Reserved, on_wait=leave)
     until(lambda: not state.status().clients)

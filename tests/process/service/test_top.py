@@ -145,7 +145,7 @@ def test_program_ends_with_its_terminal(service, terminal):
 @pytest.mark.slow
 def test_model_in_use_is_not_evicted(service, checkpoint, terminal):
     service()
-    state = shmload.load_state_dict(checkpoint, "bfloat16")
+    state = shmload.load_state_dict(checkpoint, "bfloat16", keep=True)
     screen = terminal()
     screen.expect(f"{os.getpid()} ")
     screen.type("e")

@@ -55,8 +55,7 @@ def _sha256(content):
 
 
 @pytest.fixture
-def place(configure, tmp_path, evicts):
-    configure(state_dir=tmp_path / "state")
+def place(tmp_path, evicts):
     return tmp_path / "view"
 
 

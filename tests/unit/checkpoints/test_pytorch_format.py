@@ -28,7 +28,7 @@ def header_of(tmp_path):
         else:
             torch.save(content, path)
         with path.open("rb") as file:
-            return read_header(file.fileno(), path, may_ask_torch=False)
+            return read_header(file.fileno(), path)
 
     return read
 
@@ -114,20 +114,13 @@ _LARGE = torch.zeros(1 << 20)  # 4 MiB
 _SHARING = {
     "many names": lambda: {str(number): _LARGE for number in range(3000)},
     "overlapping views": lambda: {str(each): _LARGE[each : (3 << 18) + each] for each in range(99)},
-    "an older file": lambda: _older({str(number): _LARGE for number in range(99)}),
 }
-
-
-def _older(tensors):
-    content = io.BytesIO()
-    torch.save(tensors, content, _use_new_zipfile_serialization=False)
-    return content.getvalue()
 
 
 @pytest.mark.parametrize("how", _SHARING)
 def test_file_that_needs_far_more_than_its_bytes_is_left_to_the_libraries(tmp_path, how):
-    content, path = _SHARING[how](), tmp_path / "model.bin"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    path = tmp_path / "model.bin"
+    torch.save(_SHARING[how](), path)
     with path.open("rb") as file, pytest.raises(PickleUnread, match=r"share bytes, .* apart; let"):
         PYTORCH.read_header(file.fileno(), path)
 
@@ -178,7 +171,7 @@ def test_older_file_is_said_to_be_one_without_an_archive(tmp_path):
     path = tmp_path / "model.bin"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with path.open("rb") as file, pytest.raises(PickleUnread, match="does not end with a zip"):
-        read_header(file.fileno(), path, may_ask_torch=False)
+        read_header(file.fileno(), path)
 
 
 def test_file_that_is_cut_short_is_not_left_to_the_libraries(tmp_path):

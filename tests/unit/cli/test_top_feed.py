@@ -4,7 +4,6 @@ import queue
 import threading
 
 import msgspec
-import pytest
 from statuses import STATUS
 
 from shmload._cli.top import Feed
@@ -12,7 +11,7 @@ from shmload._cli.top_view import Snapshot, make_rows
 from shmload._segments.grouping import Model
 from shmload._segments.models import Models, UnfinishedModel
 from shmload._segments.users import User
-from shmload._service.protocol import DecodeStatus, ModelUse
+from shmload._service.protocol import ModelUse
 
 FLUX = Model(
     name="flux",
@@ -50,10 +49,6 @@ USE = ModelUse(
     variant="",
     hits=3,
     misses=1,
-    read_nbytes=9,
-    decodes=1,
-    failed=0,
-    decode_s=1,
 )
 
 
@@ -78,23 +73,6 @@ def test_other_dtype_is_a_row_of_its_own_and_what_is_decoded_comes_first():
         ("float16", ""),
         ("bfloat16", "0123abcd"),
     ]
-
-
-@pytest.mark.parametrize("is_waiting", [False, True])
-def test_service_knows_the_rate_and_whether_a_decode_waits(is_waiting):
-    running = DecodeStatus(
-        model="flux",
-        source="/m/flux",
-        variant="",
-        done_nbytes=30,
-        total_nbytes=100,
-        elapsed_s=0 if is_waiting else 3,
-        is_waiting=is_waiting,
-    )
-    status = msgspec.structs.replace(STATUS, decoding=(running,))
-    (row,) = make_rows(Models([], [DECODE]), status)
-    assert row.is_waiting == is_waiting
-    assert row.bytes_per_s == (2 if is_waiting else 10)
 
 
 def test_without_a_service_rows_lack_the_counters_only():

@@ -3,22 +3,21 @@
 import io
 import itertools
 
-import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
 from statuses import STATUS
 
-from shmload._cli.top import Desk, rate_between
-from shmload._cli.top_view import Row, Snapshot, compose, sparkline
+from shmload._cli.top import Desk
+from shmload._cli.top_view import Row, Snapshot, compose
 
 ROWS = (
     Row(id="a", name="org/flux", dtype="bfloat16", nbytes=22 << 30, done=0.61, bytes_per_s=2 << 30),
     Row(id="b", model_id="b", name="sd", dtype="float16", nbytes=2 << 30, users="4711 server.py"),
     Row(id="c", model_id="c", name="lora", dtype="", nbytes=1 << 20, idle_s=7200, is_pinned=True),
 )
-SHOWN = Snapshot(status=STATUS, rows=ROWS, bytes_per_s=2 << 30)
+SHOWN = Snapshot(status=STATUS, rows=ROWS)
 
 
 def texts(snapshot=SHOWN, chosen=0, width=80, height=24, encoding="utf-8"):
@@ -29,19 +28,18 @@ def texts(snapshot=SHOWN, chosen=0, width=80, height=24, encoding="utf-8"):
         return [line.rstrip() for line in file.buffer.getvalue().decode(encoding).splitlines()]
 
 
-def test_screen_tells_service_budget_workers_throughput_and_models():
+def test_screen_tells_service_budget_and_models():
     lines = texts()
     assert lines[0] == "shmload  process 1234, up 2 h, 3 clients"
     assert "22.00 GiB of 40.00 GiB, room for 17.00 GiB in memory" in lines[1]
-    assert lines[2] == "workers  4, decoding, 1 load waiting, 2 for room"
+    assert lines[2] == "waiting  2 loads for room"
     assert lines[3] == "served   120 hits, 7 misses, 2 evictions, 0 refusals"
-    assert lines[4] == "read     ▁▁▅█  2.00 GiB/s now, 35.00 GiB in all"
-    assert lines[6].split() == ["MODEL", "DTYPE", "SIZE", "HIT", "MISS", "STATE"]
-    assert lines[7].startswith("> org/flux  ")
-    assert lines[7].endswith("61% 2.00 GiB/s")
-    assert lines[8].endswith("4711 server.py")
-    assert lines[9].endswith("idle 2 h  pinned")
-    assert lines[11].endswith("q quit")
+    assert lines[5].split() == ["MODEL", "DTYPE", "SIZE", "HIT", "MISS", "STATE"]
+    assert lines[6].startswith("> org/flux  ")
+    assert lines[6].endswith("61% 2.00 GiB/s")
+    assert lines[7].endswith("4711 server.py")
+    assert lines[8].endswith("idle 2 h  pinned")
+    assert lines[10].endswith("q quit")
 
 
 @pytest.mark.parametrize("name", ["org/flux", "x" * 300, "模型" * 40, "a\x1b[2J\nb", "é" * 90])
@@ -70,19 +68,6 @@ def test_without_a_service_models_and_the_trouble_are_shown():
 
 def test_terminal_without_such_characters_gets_ascii():
     assert all(line.isascii() for line in texts(encoding="ascii"))
-
-
-def test_sparkline_shows_values_up_to_the_greatest():
-    assert sparkline((0, 1, 4, 8), "▁▂▃▄▅▆▇█") == "▁▂▅█"
-    assert sparkline((0, 0), "▁█") == "▁▁"
-    assert sparkline((), "▁█") == ""
-
-
-def test_rate_is_between_two_answers_of_one_service():
-    later = msgspec.structs.replace(STATUS, uptime_s=7202, read_nbytes=(35 << 30) + 100)
-    assert rate_between(STATUS, later) == 50
-    assert rate_between(None, later) == 0
-    assert rate_between(msgspec.structs.replace(STATUS, pid=1), later) == 0
 
 
 # Keys ---------------------------------------------------------------------------------------------
@@ -116,8 +101,8 @@ def test_choice_stays_with_its_model_or_else_its_place(desk):
     press(desk, "down")
     without = Snapshot(status=STATUS, rows=(ROWS[0], ROWS[2]))
     moved = Snapshot(status=STATUS, rows=(ROWS[1], ROWS[0], ROWS[2]))
-    assert texts(moved, desk.place_among(moved.rows))[7].startswith("> sd")
-    assert texts(without, desk.place_among(without.rows))[8].startswith("> lora")
+    assert texts(moved, desk.place_among(moved.rows))[6].startswith("> sd")
+    assert texts(without, desk.place_among(without.rows))[7].startswith("> lora")
 
 
 def test_question_says_that_a_model_is_pinned(desk):

@@ -95,7 +95,7 @@ WRONG = {
     "kind that is not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
     "no kind": b"\x80",
     "a field and no kind": b"\x81\xa5shard\x01",
-    "kind twice": b"\x82\xa4type\xa9GetStatus\xa4type\xa6Decode",
+    "kind twice": b"\x82\xa4type\xa9GetStatus\xa4type\xa6Settle",
     "kind as number": b"\x81\xa4type\x01",
     "number as text": b"\x82\xa4type\xa4Open\xa5shard\xa11",
     "array without end": _HEAD + b"\xdd" + HUGE + b"\xa1a",

@@ -3,7 +3,7 @@
 import pytest
 
 from shmload._segments import eviction
-from shmload.errors import MemoryLimitExceeded, SharedMemoryFull
+from shmload.errors import SharedMemoryFull
 
 MIB = 1 << 20
 
@@ -46,16 +46,3 @@ def test_more_than_all_of_it_advises_to_enlarge_it(refusal):
     assert "all of it is 600.00 MiB; enlarge it: `mount -o remount" in said
     assert "shmload rm" not in said
     assert "others" not in said
-
-
-def test_what_is_needed_beside_segments_takes_memory_and_nothing_of_dev_shm(monkeypatch):
-    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 100 * MIB)
-    monkeypatch.setattr(eviction, "unwritten_nbytes", lambda names: 0)
-    monkeypatch.setattr(eviction, "cgroup_free_nbytes", lambda: None)
-    monkeypatch.setattr(eviction, "machine_free_nbytes", lambda: 364 * MIB)  # of it 64 are kept
-    eviction.require_room(100 * MIB, beside_nbytes=200 * MIB)
-    assert eviction.room_nbytes(200 * MIB) == 100 * MIB
-    with pytest.raises(MemoryLimitExceeded, match=r"301.00 MiB .*300.00 MiB"):
-        eviction.require_room(100 * MIB, beside_nbytes=201 * MIB)
-    with pytest.raises(MemoryLimitExceeded):
-        eviction.require_room(0, beside_nbytes=301 * MIB)

@@ -27,8 +27,6 @@ _COLUMNS = 24  # of Grafana's grid
 def families(state):
     model = Root(path="/m")
     state.usage.note(model, hits=1, misses=1)
-    with state.usage.decoding(model, 1) as running:
-        running.begin()
     return list(ServiceMetrics(state).collect())
 
 

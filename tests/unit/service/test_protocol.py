@@ -15,13 +15,10 @@ from message_values import any_of
 
 import shmload
 from shmload._ipc.frames import Inbox, to_frame
-from shmload._segments.pieces import Run
 from shmload._segments.roots import Root
 from shmload._service.protocol import (
     Attached,
-    Lend,
     Refused,
-    Stat,
     decode_answer,
     decode_request,
     refuse,
@@ -60,8 +57,7 @@ def memfds():
 
 
 def test_descriptors_of_a_large_frame_come_once(memfds):
-    runs = tuple(Run(number, number, 1, "U8", "U8") for number in range(100_000))
-    lend = Lend("path", Stat(1, 1, 1, 1), 1, (runs,))
+    lend = Attached(Root(path="m"), (), tuple(map(str, range(100_000))))
     with pair() as (ours, theirs), contextlib.closing(Inbox(theirs)) as inbox:
         frame = memoryview(to_frame(lend))
         sent = socket.send_fds(ours, [frame[:1000]], memfds)

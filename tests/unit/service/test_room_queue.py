@@ -16,12 +16,12 @@ class Memory:
     units = 10
     held = 0
 
-    def evict_for(self, nbytes, budget, reserved, *, beside_nbytes=0):
+    def evict_for(self, nbytes, budget, reserved):
         if self.held + reserved + nbytes > self.units:
             raise SharedMemoryFull(nbytes, self.units - self.held - reserved, "test", "")
         return []
 
-    def require_possible(self, nbytes, budget, reserved=0, *, beside_nbytes=0):
+    def require_possible(self, nbytes, budget, reserved=0):
         if nbytes > self.units:
             raise SharedMemoryFull(nbytes, self.units, "test", "")
 

@@ -1,4 +1,4 @@
-"""The service tells a client the progress of its load."""
+"""The service shows a client that waits signs of life, and logs what it refuses."""
 
 import logging
 import os
@@ -13,15 +13,14 @@ from shmload._ipc.frames import Inbox, send
 from shmload._segments.roots import Root
 from shmload._service import session
 from shmload._service.protocol import (
-    BytesRead,
-    Decode,
     Refused,
     Reserve,
+    Waiting,
     Welcome,
     decode_answer,
 )
-from shmload._service.session import ProgressStream, Session
-from shmload.errors import ShardTruncated, SharedMemoryFull, WorkerFailed
+from shmload._service.session import LifeSigns, Session, has_hung_up
+from shmload.errors import SharedMemoryFull
 
 
 @pytest.fixture
@@ -32,26 +31,35 @@ def ends():
         yield ours, theirs
 
 
-def test_client_that_takes_no_progress_is_not_waited_for(ends, configure):
+def test_client_that_takes_no_sign_is_not_waited_for(ends, configure, monkeypatch):
     configure(service_timeout_s=0)
-    stream = ProgressStream(ends[0])
+    monkeypatch.setattr(session, "_HEARTBEAT_S", -1.0)
+    signs = LifeSigns(ends[0])
     began = time.monotonic()
-    while not stream.is_stuck:
-        stream.report(BytesRead(1, 2))
-    stream.report(BytesRead(1, 2))
+    while not signs.is_stuck:
+        signs.beat()
+    signs.beat()
     assert time.monotonic() - began < 30
 
 
 def test_next_request_begins_at_nothing(ends, monkeypatch):
     monkeypatch.setattr(session, "_HEARTBEAT_S", -1.0)
     ours, theirs = ends
-    stream, inbox = ProgressStream(ours), Inbox(theirs)
-    stream.report(BytesRead(7, 9))
-    stream.finish()
-    stream.beat()
+    signs, inbox = LifeSigns(ours), Inbox(theirs)
+    signs.beat()
+    signs.finish()
+    signs.beat()
     inbox.receive()
-    heard = [decode_answer(inbox.next_frame()) for _ in range(2)]
-    assert heard == [BytesRead(7, 9), BytesRead(0, 0)]
+    assert [decode_answer(inbox.next_frame()) for _ in range(2)] == [Waiting()] * 2
+
+
+def test_telling_a_client_that_has_left_is_no_failure(ends):
+    # Otherwise the end of its load might be logged as an error of the service.
+    ours, theirs = ends
+    signs = LifeSigns(ours)
+    theirs.close()
+    signs.beat()
+    assert has_hung_up(ours)
 
 
 # The log ------------------------------------------------------------------------------------------
@@ -84,25 +92,6 @@ def failing(exc):
     return fail
 
 
-def test_failed_decode_is_a_line_with_model_file_and_error(state, ends, monkeypatch, caplog):
-    error = ShardTruncated("/models/team-a/sd/unet/m.safetensors", 10, 5)
-    monkeypatch.setattr(state, "decode", failing(error))
-    assert isinstance(answer_to(Decode(_MODEL, 60.0), state, ends), Refused)
-    (line,) = [each for each in caplog.records if each.levelno == logging.ERROR]
-    assert line.getMessage() == f"sd failed: {error}"
-    assert (line.model, line.source) == ("sd", _MODEL.path)
-    assert (line.error, line.path) == ("ShardTruncated", "/models/team-a/sd/unet/m.safetensors")
-    assert line.pid == os.getpid()
-
-
-def test_failed_worker_is_a_line_with_its_last_words(state, ends, monkeypatch, caplog):
-    error = WorkerFailed("a worker failed")
-    error.add_note("its output: my last words")
-    monkeypatch.setattr(state, "decode", failing(error))
-    answer_to(Decode(_MODEL, 60.0), state, ends)
-    assert caplog.messages == ["sd failed: a worker failed its output: my last words"]
-
-
 def test_refused_load_is_a_line_with_the_amounts(state, ends, monkeypatch, caplog):
     error = SharedMemoryFull(381 << 20, 60 << 20, "the service's budget", "raise it")
     monkeypatch.setattr(state, "reserve", failing(error))
@@ -113,8 +102,8 @@ def test_refused_load_is_a_line_with_the_amounts(state, ends, monkeypatch, caplo
     assert (line.model, line.error) == ("sd", "SharedMemoryFull")
 
 
-def test_decode_whose_client_left_is_a_line(state, ends, monkeypatch, caplog):
+def test_load_whose_client_left_is_a_line(state, ends, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "shmload")
-    monkeypatch.setattr(state, "decode", failing(DecodeCancelled()))
-    answer_to(Decode(_MODEL, 60.0), state, ends)
+    monkeypatch.setattr(state, "reserve", failing(DecodeCancelled()))
+    answer_to(Reserve(1, 0, _MODEL), state, ends)
     assert caplog.messages == [f"sd was given up: process {os.getpid()} left"]

@@ -1,11 +1,9 @@
 """What the service counts for each model, and that it forgets models rather than grow."""
 
-import contextlib
-
 import pytest
 
 from shmload._segments.roots import Root
-from shmload._service.metrics import BUCKETS_S, INTERVAL_S, MAX_MODELS, Usage
+from shmload._service.metrics import MAX_MODELS, Usage
 
 
 class Clock:
@@ -32,16 +30,6 @@ def use_of(usage, model):
     return found
 
 
-def decode_times(usage):
-    """Return how many decodes took no longer, by model and bound."""
-    return {
-        (sample.labels["model"], sample.labels["le"]): sample.value
-        for metric in usage.collect()
-        for sample in metric.samples
-        if sample.name == "shmload_model_decode_seconds_bucket"
-    }
-
-
 def test_hits_and_misses_are_counted_by_model(usage):
     usage.note(Root(path="org/a"), hits=2, misses=1)
     usage.note(Root(path="org/b"), hits=0, misses=3)
@@ -50,46 +38,6 @@ def test_hits_and_misses_are_counted_by_model(usage):
     assert (use_of(usage, "org/b").hits, use_of(usage, "org/b").misses) == (0, 3)
     sums = usage.sums()
     assert (sums["hits"], sums["misses"]) == (3, 4)
-
-
-def test_decode_is_listed_while_it_waits_and_runs_and_counted_at_its_end(usage, clock):
-    with usage.decoding(Root(path="org/a"), 100) as running:
-        (waiting,) = usage.running()
-        assert (waiting.is_waiting, waiting.elapsed_s) == (True, 0)
-        clock.now += 7
-        running.begin()
-        usage.add_read(running, 40)
-        clock.now += 2
-        (now,) = usage.running()
-        assert (now.source, now.is_waiting) == ("org/a", False)
-        assert (now.done_nbytes, now.total_nbytes, now.elapsed_s) == (40, 100, 2)
-    assert usage.running() == ()
-    use = use_of(usage, "org/a")
-    assert (use.decodes, use.failed, use.read_nbytes, use.decode_s) == (1, 0, 40, 2)
-
-
-def test_decode_that_fails_is_no_decode_time(usage, clock):
-    with contextlib.suppress(OSError), usage.decoding(Root(path="org/a"), 100) as running:
-        running.begin()
-        clock.now += 2
-        raise OSError
-    use = use_of(usage, "org/a")
-    assert (use.decodes, use.failed, use.decode_s) == (0, 1, 0)
-    assert usage.sums()["decode_seconds"] == 2
-    assert usage.running() == ()
-    assert decode_times(usage) == {}
-
-
-def test_decode_times_fall_into_buckets_whose_bounds_belong_to_them(usage, clock):
-    for seconds in (BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1):
-        with usage.decoding(Root(path="m"), 1) as running:
-            clock.now = 0
-            running.begin()
-            clock.now = seconds
-    found = decode_times(usage)
-    counts = [found["m", str(bound)] for bound in (*BUCKETS_S, "+Inf")]
-    assert counts == [1, *[2] * (len(BUCKETS_S) - 1), 3]
-    assert use_of(usage, "m").decode_s == sum((BUCKETS_S[0], BUCKETS_S[1], BUCKETS_S[-1] + 1))
 
 
 def test_models_that_were_used_least_recently_are_forgotten_and_sums_stay(usage):
@@ -120,20 +68,6 @@ def test_long_name_keeps_its_end(usage):
     assert (use.source[0], len(use.source)) == ("…", 4096)
 
 
-def test_history_has_the_bytes_of_each_spell(usage, clock):
-    with usage.decoding(Root(path="m"), 100) as running:
-        for nbytes in (10, 20):
-            usage.add_read(running, nbytes)
-        clock.now += 2 * INTERVAL_S
-        usage.add_read(running, 5)
-        clock.now += INTERVAL_S
-    history = usage.history()
-    assert len(history) == 60
-    assert history[-4:] == (30, 0, 5, 0)
-    clock.now += 1000 * INTERVAL_S
-    assert set(usage.history()) == {0}
-
-
 # Names --------------------------------------------------------------------------------------------
 
 
@@ -146,11 +80,8 @@ def test_models_of_one_name_are_told_apart_everywhere(usage, clock):
     usage.note(a, hits=1, misses=0)
     assert names_in(usage) == ["sd"]
     assert usage.name_of(b) == "team-b/sd"
-    with usage.decoding(b, 10) as running:
-        running.begin()
-        assert [each.model for each in usage.running()] == ["team-b/sd"]
+    usage.note(b, hits=1, misses=0)
     assert names_in(usage) == ["team-b/sd", "team-a/sd"]
-    assert {model for model, _ in decode_times(usage)} == {"team-b/sd"}
 
 
 def test_resident_models_have_the_names_of_ls(clock):
