@@ -28,7 +28,6 @@ NAMES = {
     "torch._dynamo.eval_frame:OptimizedModule": "models that are compiled cannot be published",
     "torch:Tensor._make_subclass": "an error of published tensors of a class of their own",
     "torch:_has_compatible_shallow_copy_type": "an error of moves to devices",
-    "torch:_weight_norm": "models with normed weights are not remembered whole",
     "torch.nn:Module._apply": "weights that come back from a device are copies",
     "torch.nn:Module._buffers": "an error",
     "torch.nn:Module._modules": "an error",
@@ -214,26 +213,6 @@ def is_in_mode() -> bool:
             find, ("torch._C:_len_torch_function_stack", "torch._C:_len_torch_dispatch_stack")
         )
     )
-
-
-def norm_of(tensor: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor, int] | None":
-    """Return direction, magnitudes and dimension that `weight_norm` has made a tensor of, or None.
-
-    It may have no bytes.
-    """
-    made: Any = tensor.grad_fn
-    if type(made).__name__ != "WeightNormInterfaceBackward0":
-        return None
-    (direction, _), (magnitudes, _) = made.next_functions
-    return direction.variable, magnitudes.variable, made._saved_dim
-
-
-def make_normed(direction: "torch.Tensor", magnitudes: "torch.Tensor", dim: int) -> "torch.Tensor":
-    """Make a tensor as `weight_norm` does."""
-    import torch
-
-    made: torch.Tensor = torch._weight_norm(direction, magnitudes, dim)
-    return made
 
 
 # Both libraries -----------------------------------------------------------------------------------

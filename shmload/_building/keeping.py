@@ -6,7 +6,7 @@ object's own segment, with the structure.
 
 import ctypes
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -15,21 +15,27 @@ import torch
 
 from shmload._building.code import code_of
 from shmload._building.mapped import Spans, map_ranges
-from shmload._building.regions import Region
 from shmload._building.stored import STRUCTURE, Place, Record, storage_over
 from shmload._building.structure import put_together, take_apart
-from shmload._building.tensor_parts import CannotKeep
-from shmload._building.writing import content_of, fill, plan
+from shmload._building.tensor_parts import CannotKeep, Region
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.pagemap import has_own_pages
+from shmload._host.shm import write_at
 from shmload._loading.room import made_room, own_budget
+from shmload._segments.layout import Layout, lay_out
 from shmload._segments.listing import names_by_inode
 from shmload._segments.metadata import Metadata
 from shmload._segments.part import Part
 from shmload._segments.removal import give_back
-from shmload._segments.segment import Segment, attach
+from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.upkeep import digest_data
 
+_DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+# At a time: a part that is written grows steadily, and `shmload ls` shows how far it is.
+_BLOCK_NBYTES = 64 << 20
 # The names of the needed ones lie in the header's text, whose length is limited.
 _MOST_NEEDED = 400
 # Of a segment: who uses less has a copy. A few norms of a quantised model would keep its base.
@@ -99,14 +105,14 @@ def _write(
 ) -> Segment:
     """Write a record and the bytes of regions, and give the part its name; return the segment."""
     contents = {
-        str(number): content_of(_memory(region), region.dtype) for number, region in enumerate(own)
+        str(number): _content_of(_memory(region), region.dtype) for number, region in enumerate(own)
     }
     encoded = msgspec.msgpack.encode(record)
-    contents[STRUCTURE] = content_of(memoryview(encoded), torch.uint8)
-    layout = plan(contents, metadata)
+    contents[STRUCTURE] = _content_of(memoryview(encoded), torch.uint8)
+    layout = _plan(contents, metadata)
     with made_room(layout.nbytes, own_budget(), is_cancelled=bool):
         part.prepare(layout)
-    return fill(part, contents, is_pinned=is_pinned)
+    return _fill(part, contents, is_pinned=is_pinned)
 
 
 def keep_nothing(part: Part, metadata: Metadata) -> None:
@@ -212,3 +218,57 @@ def _is_unchanged(region: Region, segment: Segment, offset: int) -> bool:
 
 def _memory(region: Region) -> memoryview:
     return memoryview((ctypes.c_uint8 * region.nbytes).from_address(region.address)).cast("B")
+
+
+# Its own segment ----------------------------------------------------------------------------------
+
+
+class _Content(NamedTuple):
+    """What a segment has under a name."""
+
+    dtype: str
+    """As safetensors names it."""
+    bytes: memoryview
+    itemsize: int
+
+
+def _content_of(content: memoryview, dtype: torch.dtype) -> _Content:
+    """Return bytes that tensors of a dtype lie in; of whole elements as that, else as bytes."""
+    name = _DTYPES.get(str(dtype).removeprefix("torch."), "U8")
+    is_whole = name != "U8" and content.nbytes % dtype.itemsize == 0
+    return _Content(name if is_whole else "U8", content, dtype.itemsize if is_whole else 1)
+
+
+def _plan(contents: Mapping[str, _Content], metadata: Metadata) -> Layout:
+    """Lay out a segment.
+
+    Args:
+        contents: by name.
+        metadata: what its header is to say.
+    """
+    specs = []
+    position = 0
+    for name, content in contents.items():
+        nbytes = content.bytes.nbytes
+        count = nbytes // content.itemsize
+        specs.append(TensorSpec(name, content.dtype, (count,), position, position + nbytes))
+        position += nbytes
+    header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
+    return lay_out(header, lambda spec: spec.dtype, metadata)
+
+
+def _fill(part: Part, contents: Mapping[str, _Content], *, is_pinned: bool = False) -> Segment:
+    """Write what was laid out, and give the part its name; return the segment.
+
+    Args:
+        part: has its header and its length.
+        contents: as for `plan`.
+        is_pinned: whether it is pinned from the first.
+    """
+    written = Segment(part.name, part.fd).read_header()
+    for spec in written.tensors:
+        content = contents[spec.name].bytes
+        for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
+            at = written.data_offset + spec.begin + begin
+            write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
+    return part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_pinned)

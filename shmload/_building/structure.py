@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from shmload._building import tensor_parts, tokenizer_parts
 from shmload._building.mapped import modules_of
-from shmload._building.regions import Region, Spot, merge
-from shmload._building.tensor_parts import CannotKeep
+from shmload._building.tensor_parts import CannotKeep, Region, Spot, merge
 from shmload._building.weights import models_in
 from shmload._compat import (
     OWN_HASH,

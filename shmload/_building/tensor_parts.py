@@ -1,11 +1,11 @@
-"""Tensors as parts: what they are without their bytes, and what makes them of these again."""
+"""Tensors as parts: what they are without their bytes, and where these lie."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from shmload._compat import as_plain_tensors, make_normed, make_tensor_of_class, norm_of
+from shmload._compat import as_plain_tensors, make_tensor_of_class
 
 
 class CannotKeep(Exception):
@@ -27,7 +27,7 @@ def take_apart(tensor: torch.Tensor, keep: Callable[[torch.Tensor], Any]) -> Any
         CannotKeep: it cannot be kept.
     """
     if tensor.is_meta:
-        return _make_empty_normed, _sizes_of_norm(tensor)
+        raise CannotKeep("a tensor without bytes")
     if tensor.grad_fn is not None:
         raise CannotKeep("a tensor that was computed with gradients: detach it")
     attributes = {k: v for k, v in vars(tensor).items() if k != "_backward_hooks" or v}
@@ -77,37 +77,6 @@ def _wrap(
     return made
 
 
-def _sizes_of_norm(
-    tensor: torch.Tensor,
-) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
-    """Return of what `torch.nn.utils.weight_norm` has made a tensor without bytes.
-
-    A layer has such a tensor until it is first called, which computes it of two parameters.
-
-    Raises:
-        CannotKeep: it has not made the tensor.
-    """
-    norm = norm_of(tensor)
-    if norm is None or vars(tensor):
-        raise CannotKeep("a tensor without bytes")
-    *parameters, dim = norm
-    if any((each.dtype, each.is_meta) != (tensor.dtype, True) for each in parameters):
-        raise CannotKeep("a normed weight of other parameters")
-    direction, magnitudes = (tuple(each.shape) for each in parameters)
-    return tensor.dtype, direction, magnitudes, dim
-
-
-def _make_empty_normed(
-    dtype: torch.dtype, direction: tuple[int, ...], magnitudes: tuple[int, ...], dim: int
-) -> torch.Tensor:
-    with torch.inference_mode(False), torch.enable_grad():
-        one, other = (
-            torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-            for size in (direction, magnitudes)
-        )
-        return make_normed(one, other, dim)
-
-
 def _unflatten(
     kind: Any,
     inner: dict[str, torch.Tensor],
@@ -124,3 +93,47 @@ def _unflatten(
     made.requires_grad_(requires_grad)
     vars(made).update(attributes)
     return made
+
+
+# Where their bytes lie ----------------------------------------------------------------------------
+
+Spot = tuple[int, int]
+"""Of a tensor: its region, and where it begins there, in bytes."""
+
+
+class Region(NamedTuple):
+    """Memory that one tensor has, or several that share it."""
+
+    address: int
+    nbytes: int
+    """In bytes."""
+    dtype: torch.dtype
+    """Of the first tensor in it; of bytes if they differ."""
+
+
+def merge(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[Spot]]:
+    """Return the regions of some tensors, and the place of each tensor."""
+    spans = sorted(
+        (tensor.data_ptr(), _extent_of(tensor), number)
+        for number, tensor in enumerate(tensors)
+        if tensor.numel()
+    )
+    regions: list[Region] = []
+    places = [(-1, 0)] * len(tensors)
+    for address, nbytes, number in spans:
+        dtype = tensors[number].dtype
+        last = regions[-1] if regions else None
+        if last is None or address >= last.address + last.nbytes:
+            regions.append(Region(address, nbytes, dtype))
+        else:
+            joined = max(last.nbytes, address + nbytes - last.address)
+            is_one = dtype == last.dtype and (address - last.address) % dtype.itemsize == 0
+            regions[-1] = Region(last.address, joined, dtype if is_one else torch.uint8)
+        places[number] = len(regions) - 1, address - regions[-1].address
+    return regions, places
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """Return how many bytes lie from a tensor's first element to behind its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

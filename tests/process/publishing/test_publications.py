@@ -75,8 +75,8 @@ def test_versions_that_are_begun_at_once_are_two():
 # Where a publisher is killed: a function that it calls, and in which module.
 MOMENTS = {
     "its part is begun": "keeping.made_room",
-    "its part has a length": "writing.write_at",
-    "it is written": "writing.digest_data",
+    "its part has a length": "keeping.write_at",
+    "it is written": "keeping.digest_data",
     "it has a digest and no name": "part.shm_rename",
 }
 
@@ -85,7 +85,7 @@ MOMENTS = {
 def test_publisher_that_is_killed_leaves_nothing_to_be_found(saved, child, shm_names, load, moment):
     killed = child(
         f"""{BEGIN}
-from shmload._building import keeping, writing
+from shmload._building import keeping
 from shmload._segments import part
 {MOMENTS[moment]} = lambda *rest, **named: os.kill(os.getpid(), signal.SIGKILL)
 shmload.publish(model, "vae")
