@@ -51,7 +51,7 @@ class Faults:
             *[self._harm_worker] * 4,
         ]
         if service:
-            self._kinds += [self._kill_service, self._stop_service, *[self._harm_worker] * 3]
+            self._kinds += [self._kill_service, self._stop_service]
         if report.has_own_shm:
             self._kinds += [self._fill] * 2
 
@@ -114,18 +114,15 @@ class Faults:
         if not workers:
             return
         worker, seconds = rng.choice(workers), _stop_s(rng)
-        whose = "a service's" if owner == "service" else "a client's"
         if rng.random() < 0.5:
-            self._report.count_fault(f"kill {whose} worker", owner)
+            self._report.count_fault("kill a worker", owner)
             _kill(worker, parent)
         else:
-            self._report.count_fault(f"stop {whose} worker", f"{owner} for {seconds:.1f} s")
+            self._report.count_fault("stop a worker", f"{owner} for {seconds:.1f} s")
             yield from _stop(worker, seconds, parent)
 
     def _choose_parent(self, rng: random.Random) -> tuple[str, int]:
         """Return the name and pid of a process that may have workers."""
-        if self._service and self._service.pid and rng.random() < 0.5:
-            return "service", self._service.pid
         client = rng.choice(self._clients)
         return client.name, client.pid
 

@@ -216,7 +216,7 @@ class Service:
         path = self._surroundings.log(_SERVICE)
         self._log_begin = path.stat().st_size if path.exists() else 0
         self.process = self._surroundings.start(
-            _SERVICE, "-m", "shmload", "serve", "--budget", self._budget, "--workers", "2"
+            _SERVICE, "-m", "shmload", "serve", "--budget", self._budget
         )
 
     def wait_until_ready(self) -> None:

@@ -102,7 +102,7 @@ def test_workers_outlive_the_thread_that_started_them(checkpoint, configure, mon
     # With PR_SET_PDEATHSIG, for example, the workers would die with the thread.
     configure(inline_nbytes=0, workers=1)
     coordinator = run_in_a_thread(lambda: Coordinator(1))
-    monkeypatch.setattr("shmload._loading.decoder.Coordinator", lambda _: coordinator)
+    monkeypatch.setattr("shmload._loading.load.Coordinator", lambda _: coordinator)
     got = shmload.load_state_dict(checkpoint, torch.bfloat16)
     assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
 

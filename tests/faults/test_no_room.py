@@ -114,7 +114,7 @@ os.environ["SHMLOAD_SOCKET"] = tempfile.mkdtemp() + "/service.sock"
 os.environ["SHMLOAD_SERVICE"] = "require"
 with (
     contextlib.closing(Endpoint(socket_path())) as endpoint,
-    contextlib.closing(ServiceState(workers=1, budget_nbytes=40 << 30)) as state,
+    contextlib.closing(ServiceState(40 << 30)) as state,
 ):
     serving = threading.Thread(target=serve, args=(endpoint, state, lambda: None))
     serving.start()

@@ -151,7 +151,7 @@ def test_second_load_reads_nothing(saved, ways, monkeypatch):
     source = str(saved("stable-diffusion"))
     with shmload.redirect():
         first = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
-        monkeypatch.setattr("shmload._loading.decoder.Decoder.decode", None)
+        monkeypatch.setattr("shmload._loading.load.Load._decode", None)
         again = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
     assert ways.taken == ["shmload", "shmload"]
     assert first.unet.conv_in.weight.equal(again.unet.conv_in.weight)
