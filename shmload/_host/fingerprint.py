@@ -29,11 +29,6 @@ class Fingerprint(NamedTuple):
         return cls(found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
-    def lasting(self) -> Stamp:
-        """The fingerprint without the device, whose number changes with each boot or mount."""
-        return self.nbytes, self.inode, self.mtime_ns, self.ctime_ns
-
-    @property
     def place(self) -> tuple[int, int]:
         """Device and inode: what two names of one file have in common."""
         return self.device, self.inode

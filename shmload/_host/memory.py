@@ -74,13 +74,6 @@ def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset:
         raise OSError(code, os.strerror(code))
 
 
-def give_back_freed() -> None:
-    """Give memory that was freed in this process back to the kernel; glibc keeps some of it."""
-    trim = getattr(_c_library(), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
 def _memory(start: int, nbytes: int) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
     return ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
 
