@@ -42,13 +42,16 @@ def how_it_ended(code: int) -> str:
         return f"signal {-code}"
 
 
-def die_with_parent() -> None:
-    """Tell the kernel to kill this process when the thread that forked it ends.
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Tell the kernel to send this process a signal when the thread that forked it ends.
+
+    Args:
+        number: of the signal.
 
     Raises:
         OSError: the kernel refuses; not known to happen.
     """
-    if code := call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL):
+    if code := call("prctl", _PR_SET_PDEATHSIG, number):
         raise OSError(code, "prctl(PR_SET_PDEATHSIG)")
 
 

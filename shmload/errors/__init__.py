@@ -38,10 +38,14 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   └── DoesNotFit
     ├── SwitchTimeout (TimeoutError)
     ├── JobError
-    │   ├── ItemError
-    │   │   ├── ItemFailed
+    │   ├── ItemFailed
     │   │   └── ItemKilled
-    │   └── JobFailed
+    │   ├── JobFailed
+    │   └── ResultsError
+    │       ├── ResultsBusy
+    │       ├── ResultsMismatch
+    │       ├── ResultsInaccessible (OSError)
+    │       └── ResultsUnfinished (FileNotFoundError)
     ├── WorkerError
     │   ├── WorkerDied
     │   ├── WorkerStalled
@@ -52,13 +56,6 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── ServiceRunning
     │   ├── SocketUnusable
     │   └── PeerRefused (PermissionError)
-    ├── ResultsError
-    │   ├── ResultsBusy
-    │   ├── ResultsMismatch
-    │   ├── ResultsCorrupt
-    │   ├── ResultsChanged
-    │   ├── ResultsInaccessible (OSError)
-    │   └── ResultsUnfinished (FileNotFoundError)
     ├── ProtocolError
     ├── NodeError
     │   ├── NodeLost

@@ -1,11 +1,9 @@
 """The errors of other processes: workers, services, templates, jobs and their results, nodes."""
 
-import errno
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from os import PathLike
 
-from shmload._wording import name_processes
 from shmload.errors.sources import ArgumentError, ShmloadError
 
 _Path = str | PathLike[str]
@@ -134,14 +132,14 @@ class DuplicateKey(ArgumentError):
 
     Attributes:
         key: the key of both items.
-        places: the numbers of both items, from 0.
+        index: the number of the second, from 0.
     """
 
-    def __init__(self, key: str, places: tuple[int, int]) -> None:
+    def __init__(self, key: str, index: int) -> None:
         self.key = key
-        self.places = places
+        self.index = index
         super().__init__(
-            f"items {places[0]} and {places[1]} have the same key {key!r}; give each its own"
+            f"item {index} has the key {key!r}, as an item before it; give each its own"
         )
 
 
@@ -149,12 +147,16 @@ class JobError(ShmloadError):
     """A data-prep job could not finish all of its work."""
 
 
-class ItemError(JobError):
-    """One item of a job gave no result.
+class JobFailed(JobError):
+    """A job's processes cannot start or work, or the results cannot be written in their format."""
+
+
+class ItemFailed(JobError):
+    """The job's function raised an error for an item. It is `__cause__`; a note has its traceback.
 
     Attributes:
         index: the item's number, from 0.
-        item: the argument that the function got.
+        item: the item, or its key in a folder.
         reason: why there is no result; does not name the item.
     """
 
@@ -165,12 +167,8 @@ class ItemError(JobError):
         super().__init__(f"item {index}, {_ITEM.repr(item)}: {reason}")
 
 
-class ItemFailed(ItemError):
-    """The job's function raised an error. It is `__cause__`; its traceback is a note."""
-
-
-class ItemKilled(ItemError):
-    """Every process that worked on an item died, so the job skipped the item.
+class ItemKilled(ItemFailed):
+    """Every process that worked on an item ended, so the job gave it up.
 
     Attributes:
         endings: how each process ended, such as `SIGKILL` or `exit code 3`.
@@ -184,27 +182,22 @@ class ItemKilled(ItemError):
         )
 
 
-class JobFailed(JobError):
-    """A job as a whole failed: its processes cannot start, or its items all fail the same way."""
-
-
-class ResultsError(ShmloadError):
+class ResultsError(JobError):
     """A folder of results cannot be used."""
 
 
 class ResultsBusy(ResultsError):
-    """Another run writes to a folder of results."""
+    """Another job writes to a folder of results."""
 
-    def __init__(self, folder: _Path, pids: Collection[int]) -> None:
+    def __init__(self, folder: _Path) -> None:
         self.folder = folder
         super().__init__(
-            f"another run writes to {folder}: {name_processes(pids)}; wait for its end, or give "
-            "another folder"
+            f"another job writes to {folder}; wait for its end, or give another folder"
         )
 
 
 class ResultsMismatch(ResultsError):
-    """A folder holds results of other items, or of the same items made in another way.
+    """A folder has results of other items, or of the same items made in another way.
 
     Attributes:
         folder: the folder of results.
@@ -215,54 +208,30 @@ class ResultsMismatch(ResultsError):
         self.folder = folder
         self.reason = reason
         super().__init__(
-            f"{folder} holds the results of another job: {reason}; give another folder, or the "
-            "items and facts of before. Nothing was changed"
+            f"{folder} has the results of another job: {reason}; give another folder, or the items "
+            "and facts of before. Nothing was changed"
         )
-
-
-class ResultsCorrupt(ResultsError):
-    """A file of results was damaged after it was written."""
-
-    def __init__(self, path: _Path, reason: str, remedy: str) -> None:
-        self.path = path
-        super().__init__(f"{path} is damaged: {reason}; {remedy}")
 
 
 class ResultsInaccessible(ResultsError, OSError):
-    """The kernel refused to write or read a file of results. Stored results are intact."""
+    """A file of results cannot be written or read. Shards that are done are intact."""
 
-    def __init__(self, path: _Path, reason: str, number: int = errno.EIO) -> None:
+    def __init__(self, path: _Path, error: Exception) -> None:
         self.path = path
-        remedy = (
-            "run the job again, which computes anew what is gone"
-            if number == errno.ENOENT
-            else "see to its disk and permissions, then run the job again: it goes on where it was"
-        )
-        super().__init__(f"{path} cannot be written or read: {reason}; {remedy}")
-        self.errno = number
-
-
-class ResultsChanged(ResultsError):
-    """A job has changed a folder of results since it was opened for reading."""
-
-    def __init__(self, folder: _Path) -> None:
-        self.folder = folder
+        reason = getattr(error, "strerror", None) or error
         super().__init__(
-            f"{folder} has changed since it was opened; open it again once the job has ended"
+            f"{path} cannot be written or read: {reason}; see to its disk and permissions, then "
+            "run the job again: it does what is missing"
         )
+        self.errno = getattr(error, "errno", None)
 
 
 class ResultsUnfinished(ResultsError, FileNotFoundError):
     """A folder has no index of results: the job that writes it has not ended, or not begun."""
 
-    def __init__(self, folder: _Path, *, exists: bool = True) -> None:
+    def __init__(self, folder: _Path) -> None:
         self.folder = folder
-        reason = (
-            "has no index of results; run the job to its end, it goes on where it was"
-            if exists
-            else "does not exist; check its path, or run the job that writes it"
-        )
-        super().__init__(f"{folder} {reason}")
+        super().__init__(f"{folder} has no index of results; run the job that writes it to its end")
 
 
 class NodeError(ShmloadError):

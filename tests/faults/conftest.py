@@ -11,7 +11,6 @@ import textwrap
 import pytest
 import torch
 from harm import WORKER
-from light_jobs import light_job, light_server  # noqa: F401 fixtures for all here
 from safetensors.torch import save_file
 from weight import VALUES, save_weight
 

@@ -23,7 +23,6 @@ from shmload._host.changes import Change, table
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import close, try_lock
 from shmload._redirecting import switch
-from shmload._results.claim import FolderLock
 from shmload.integrations import handles, switching
 
 PACKAGE = Path(shmload.__file__).parent
@@ -59,12 +58,6 @@ def holds(tmp_path, saved):
             yield
 
     @contextlib.contextmanager
-    def folder_locked():
-        lock = FolderLock(tmp_path)
-        yield
-        lock.release()
-
-    @contextlib.contextmanager
     def bar_shown():
         with whole_libraries(), tqdm.tqdm(total=1):
             yield
@@ -91,7 +84,6 @@ def holds(tmp_path, saved):
         "the pipelines of handles": lambda: handles._loading,
         "the switch of redirect": lambda: switch._lock,
         "leases of one process": shared,
-        "locks of folders": folder_locked,
     }
 
 

@@ -7,7 +7,6 @@ import diffusers
 import pytest
 import torch
 from devices import LateDevice
-from light_jobs import light_job, light_server, pipeline  # noqa: F401 fixtures for all here
 from pipelines import build as build_pipeline
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection

@@ -4,7 +4,6 @@ import os
 import secrets
 
 import pytest
-from storing import serial  # noqa: F401 a fixture for all here
 
 from shmload._host.shm import shm_open
 from shmload._segments.names import name_prefix

@@ -11,7 +11,7 @@ import pytest
 import shmload
 
 ISLANDS = {
-    "data-prep": ("_jobs", "integrations/dataprep.py", "_results", "integrations/results.py"),
+    "data-prep": ("integrations/dataprep",),
     "sharding": ("_sharding", "integrations/fsdp.py", "integrations/zero.py"),
     "Ray": ("integrations/ray.py",),
     "redirect": ("_redirecting", "integrations/redirect.py"),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from message_values import any_of, sample
 
 from shmload._ipc.frames import to_frame
-from shmload._jobs import messages as jobs
 from shmload._segments.roots import Root
 from shmload._service import protocol as service
 from shmload.errors import ProtocolError
@@ -23,10 +22,6 @@ SIDES = {
     "from a worker": (workers.FromWorker, workers.decode_from_worker),
     "to the service": (service.Request, service.decode_request),
     "from the service": (service.Answer, service.decode_answer),
-    "to a fork server": (jobs.ToServer, jobs.decode_to_server),
-    "from a fork server": (jobs.FromServer, jobs.decode_from_server),
-    "to a runner": (jobs.ToRunner, jobs.decode_to_runner),
-    "from a runner": (jobs.FromRunner, jobs.decode_from_runner),
 }
 OTHERS = {
     side: other

@@ -1,0 +1,273 @@
+"""A job: processes that have a pipeline, and functions mapped over items in them."""
+
+import contextlib
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from shmload._wording import logger_of
+from shmload.errors import ArgumentError, ItemFailed, JobError
+from shmload.integrations.dataprep.bar import Bar
+from shmload.integrations.dataprep.crossing import describe_error, dump_whole, load
+from shmload.integrations.dataprep.folder import Folder, Report
+from shmload.integrations.dataprep.pool import Outcome, Pool, Task, Work
+from shmload.integrations.dataprep.prepared import Setup
+from shmload.integrations.dataprep.runner import Caller, Function
+from shmload.integrations.dataprep.shards import Row, perform
+from shmload.integrations.handles import Handle
+
+logger = logger_of(__name__)
+
+Errors = Literal["raise", "pass"]
+"""What an item's error does: end the run, or stand in the result's place."""
+
+_HELD = 16
+"""So many results of each process wait for an earlier one."""
+
+
+class Job:
+    """Processes that share a pipeline's weights, for any number of maps; a context that ends them.
+
+    The processes start with the first item. One imports the libraries and loads the pipeline; the
+    others are forked from it, so each is there in a moment. No `if __name__ == "__main__"` is
+    needed: what the function needs goes by value where it cannot be imported.
+
+    Args:
+        source: a pipeline's directory, a hub id, or a `Handle`; None for a job without a pipeline.
+            A handle knows the components and the dtype: give neither with it.
+        components: load only these of the components with weights, the others are None; None for
+            all.
+        dtype: as for `load_pipeline`.
+        procs: how many processes; 0 to call the function in this process, for debugging.
+        device: where the models go: `cpu`; `cuda`, of which each process gets the next; `cuda:1`.
+        threads: of each process, for torch. The last bit of some results depends on their number.
+        preload: modules that the function needs, imported once for all processes; torch, diffusers
+            and transformers always are.
+        seed: of random numbers, together with an item's number; an integer.
+        timeout_s: a process that needs longer for an item counts as hung, and is killed; None for
+            never.
+        source_kwargs: as for `Handle.of`: `variant`, `revision`, `cache_dir`, ...
+
+    Raises:
+        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError: as `Handle.of`.
+        ArgumentError: an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Handle | None,
+        *,
+        components: Collection[str] | None = None,
+        dtype: object = None,
+        procs: int = 4,
+        device: str = "cpu",
+        threads: int = 1,
+        preload: Sequence[str] = (),
+        seed: int = 0,
+        timeout_s: float | None = 3600.0,
+        **source_kwargs: Any,
+    ) -> None:
+        for name, value, least in (("procs", procs, 0), ("threads", threads, 1)):
+            if value < least:
+                raise ArgumentError(f"{name} is {value}; it must be {least} or more")
+        given = source_kwargs | {"components": components, "dtype": dtype}
+        own = None
+        if source is not None and not isinstance(source, Handle):
+            source = own = Handle.of(source, **given)
+        elif extra := [name for name, value in given.items() if value is not None]:
+            raise ArgumentError(f"the source is no path or hub id: do not give {', '.join(extra)}")
+        self.handle = source
+        self._setup = Setup(
+            handle=self.handle.text if self.handle else None,
+            preload=tuple(preload),
+            path=tuple(os.path.abspath(folder) for folder in sys.path),
+            owner=os.getpid(),
+            device=device,
+            threads=threads,
+            seed=operator.index(seed),
+        )
+        self._procs = procs
+        self._pool = Pool(self._setup, procs, timeout_s)
+        self._closing = weakref.finalize(self, _close, self._pool, own)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing, and wait for it; again it does nothing."""
+        self._closing()
+
+    def map(
+        self,
+        function: Function,
+        items: Iterable[Any],
+        *,
+        ordered: bool = True,
+        errors: Errors = "raise",
+        progress: bool | None = None,
+    ) -> Iterator[Any]:
+        """Call a function on every item, and yield what it returns.
+
+        Items are taken as they are needed, so they may be endless. At most 16 results of each
+        process wait for an earlier one. Closing the iterator ends the work on the items.
+
+        Args:
+            function: is called with the pipeline and an item, without gradients. The random
+                generators of torch, numpy and Python are seeded for each item.
+            items: whatever can be pickled.
+            ordered: yield results in the order of the items, or else as they come.
+            errors: `raise` ends the map with the `ItemFailed` of an item; `pass` yields it in the
+                result's place.
+            progress: True for a bar of items, False for nothing. None for a bar on a terminal, and
+                elsewhere for a line a minute on stderr.
+
+        Yields:
+            Results; their tensors are on the CPU.
+
+        Raises:
+            ItemFailed: the function raised an error, which is its `__cause__`.
+            ItemKilled: three processes have ended at the item.
+            JobFailed: the processes keep ending before they can work.
+            ShmloadError: the pipeline cannot be loaded.
+        """
+        _check(items, errors)
+        numbered = enumerate(items)
+        held: dict[int, Outcome] = {}
+        given = 0
+
+        def take() -> Task | None:
+            if len(held) >= _HELD * max(1, self._procs):
+                return None
+            number, item = next(numbered, (-1, None))
+            return None if number < 0 else Task(number, [Row(number, dump_whole(item))], item=item)
+
+        with (
+            Bar(items, progress) as bar,
+            contextlib.closing(self._run(function, take, bar)) as outcomes,
+        ):
+            for outcome in outcomes:
+                held[outcome.task.number if ordered else given] = outcome
+                while given in held:
+                    task, value, error, _ = held.pop(given)
+                    given += 1
+                    if error is not None:
+                        value = _item_error(task.number, task.item, error)
+                        if errors == "raise":
+                            raise value
+                    yield value
+
+    def write(
+        self,
+        function: Function,
+        items: Iterable[Any],
+        folder: str | os.PathLike[str],
+        *,
+        key: Callable[[Any], str] | None = None,
+        format: str = "safetensors",
+        shard_items: int = 256,
+        errors: Errors = "pass",
+        retry: bool = False,
+        facts: Mapping[str, str] | None = None,
+        progress: bool | None = None,
+    ) -> Report:
+        """Call a function on every item and store what it returns; blocks until all is done.
+
+        After a kill or an error, call this again with the same items. It does the shards that are
+        not done; the files are then those of an undisturbed run, byte for byte. If all is done, no
+        process starts.
+
+        Args:
+            function: as for `map`; returns tensors or numpy arrays by name.
+            items: as for `map`, in the same order each time; more may follow in a later call.
+            folder: made if it does not exist.
+            key: returns an item's key, by which its result is found; None for its number as text of
+                eight digits, `00000007`.
+            format: of the shards: `safetensors`; `parquet`, which needs `shmload[parquet]`; or
+                `webdataset`, which needs `shmload[webdataset]`.
+            shard_items: how many items a shard has. A process holds the results of one in memory;
+                a kill loses the shards under way.
+            errors: `pass` records the error of an item and goes on; `raise` ends the run with it.
+            retry: do shards again in which items have failed; else they stay failed.
+            facts: what else the results depend on, as text by name; the next call must give the
+                same.
+            progress: as for `map`.
+
+        Raises:
+            ItemFailed, JobFailed, ShmloadError: as `map`; shards that are done stay.
+            DuplicateKey: two items have the same key.
+            ResultsError: the folder is another job's, or has other results, or cannot be written.
+        """
+        _check(items, errors)
+        known = self._facts(facts or {})
+        with Folder(folder, known, format, shard_items) as there, Bar(items, progress) as bar:
+            tasks = there.tasks(items, key, retry=retry, raises=errors == "raise", on_skip=bar.skip)
+            run = self._run(function, lambda: next(tasks, None), bar, there.lock)
+            with contextlib.closing(run) as outcomes:
+                for _, value, error, row in outcomes:
+                    if isinstance(error, JobError):
+                        raise error
+                    if error is not None:
+                        raise _item_error(row.number, row.key, error)
+                    there.report.failed += len(value)
+                    for name, reason in value.items():
+                        logger.warning("%s failed: %s", name, reason)
+            return there.finish()
+
+    def _run(
+        self, function: Function, take: Callable[[], Task | None], bar: Bar, lock: int = -1
+    ) -> Generator[Outcome]:
+        if self._procs:
+            pickled = dump_whole(function)
+            load([pickled])  # raises the error of a function that cannot be pickled
+            yield from self._pool.run(Work(pickled, take, bar, lock))
+            return
+        call = None
+        while task := take():
+            pipe = self.handle.load() if self.handle else None
+            call = call or Caller(pipe, function, self._setup)
+            try:
+                value, error = perform(task.shard, task.rows, {}, call), None
+            except Exception as exc:
+                value, error = None, exc
+            bar.add(len(task.rows))
+            yield Outcome(task, value, error, task.rows[0])
+
+    def _facts(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Return what results depend on: the pipeline, this job, and what the user says."""
+        known = {
+            **(self.handle.facts if self.handle else {}),
+            "seed": str(self._setup.seed),
+            "threads": str(self._setup.threads),
+            "device": self._setup.device.partition(":")[0],
+            "version": "2",
+        }
+        if taken := known.keys() & facts.keys():
+            raise ArgumentError(f"facts has {min(taken)!r}, which says something else already")
+        return known | dict(facts)
+
+
+def _close(pool: Pool, handle: Handle | None) -> None:
+    pool.close()
+    if handle:  # without processes this one has loaded it
+        handle.close()
+
+
+def _item_error(number: int, item: object, error: BaseException) -> ItemFailed:
+    if isinstance(error, ItemFailed):
+        return error
+    failed = ItemFailed(number, item, describe_error(error))
+    failed.__cause__ = error
+    return failed
+
+
+def _check(items: object, errors: str) -> None:
+    if isinstance(items, str | bytes):
+        raise ArgumentError(f"items is {items!r}; give the items themselves, such as a list")
+    if errors not in ("raise", "pass"):
+        raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")

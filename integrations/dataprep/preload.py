@@ -1,0 +1,8 @@
+"""The module that a job's fork server imports first: the import prepares the server."""
+
+import os
+
+from shmload.integrations.dataprep.prepared import SETUP, prepare_server
+
+if _setup := os.environ.pop(SETUP, None):
+    prepare_server(_setup)

@@ -1,0 +1,360 @@
+"""Every item of a map has one result or one error, whichever processes end."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from watching import Watched
+
+import shmload
+
+# Else the processes would import this module, and with it torch.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def same(pipe, item):
+    return item
+
+
+def pid_of(pipe, item):
+    return os.getpid()
+
+
+def test_results_come_in_the_order_of_the_items(job):
+    def wait(pipe, item):
+        time.sleep(0.02 if item == 0 else 0)
+        return item
+
+    made = job()
+    assert list(made.map(wait, range(20))) == [*range(20)]
+    assert sorted(made.map(wait, range(20), ordered=False)) == [*range(20)]
+
+
+def test_items_may_be_endless_and_are_taken_as_they_are_needed(job):
+    taken = []
+    items = (taken.append(number) or number for number in itertools.count())
+    found = job().map(same, items)
+    assert list(itertools.islice(found, 5)) == [*range(5)]
+    found.close()
+    assert len(taken) < 50
+
+
+def test_results_that_wait_for_an_earlier_one_are_bounded(job, first_time, tmp_path):
+    taken = []
+    items = (taken.append(number) or number for number in range(1000))
+    mark = str(tmp_path / "go")
+    os.mkfifo(mark)
+
+    def wait(pipe, item):
+        if item == 0:
+            open(mark).close()
+        return item
+
+    done = []
+    thread = threading.Thread(target=lambda: done.extend(job().map(wait, items, progress=False)))
+    thread.start()
+    with open(mark, "w"):  # opens once the first item waits
+        while len(taken) < 33:
+            time.sleep(0.001)
+    thread.join()
+    assert done == [*range(1000)]
+
+
+def test_no_items_start_no_process(job):
+    made = job()
+    assert list(made.map(same, [])) == []
+    assert multiprocessing.active_children() == []
+    assert made._pool._runners == []
+
+
+def test_error_of_an_item_names_it_and_has_its_cause_and_traceback(job):
+    def fail(pipe, item):
+        return 1 / item
+
+    with pytest.raises(shmload.ItemFailed, match=r"item 1, 0: ZeroDivisionError: ") as caught:
+        list(job().map(fail, [2, 0, 1]))
+    assert (caught.value.index, caught.value.item) == (1, 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "in fail" in caught.value.__cause__.__notes__[0]
+
+
+class Odd(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+        self.other = threading.Lock()
+
+
+def refuse(value):
+    raise ValueError(f"not {value}")
+
+
+class Unloadable:
+    def __reduce__(self):
+        return refuse, ("loaded",)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("odd", r"RuntimeError: Odd: one$"),
+        ("exit", r"SystemExit: 5$"),
+        ("lock", r"cannot pickle '_thread.lock'"),
+        (threading.Lock(), r"it cannot be sent to another process: .*cannot pickle"),
+        (Unloadable(), r"ValueError: not loaded$"),
+        ("unloadable", r"ValueError: not loaded$"),
+    ],
+)
+def test_failure_of_an_item_stands_in_its_place(job, item, said):
+    def work(pipe, item):
+        match item:
+            case "odd":
+                raise Odd("one", "other")
+            case "exit":
+                sys.exit(5)
+            case "lock":
+                return threading.Lock()
+            case "unloadable":
+                return Unloadable()
+        return item
+
+    before, failed, after = job().map(work, [1, item, 3], errors="pass")
+    assert (before, after) == (1, 3)
+    with pytest.raises(shmload.ItemFailed, match=said):
+        raise failed
+
+
+def test_function_that_cannot_be_sent_is_an_error_at_once(job):
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot be sent to another process"):
+        list(job().map(lambda pipe, item: lock, [1]))
+
+
+def test_errors_of_the_items_iterator_come_out(job):
+    def items():
+        yield 1
+        raise LookupError("no more")
+
+    made = job()
+    with pytest.raises(LookupError, match="no more"):
+        list(made.map(same, items()))
+    assert list(made.map(same, [1])) == [1]
+
+
+def test_arguments_are_checked(job):
+    for wrong, said in [({"procs": -1}, "procs is -1"), ({"threads": 0}, "threads is 0")]:
+        with pytest.raises(shmload.ArgumentError, match=said):
+            job(**wrong)
+    with pytest.raises(shmload.ArgumentError, match="do not give dtype"):
+        job(dtype="bfloat16")
+    with pytest.raises(shmload.ArgumentError, match="give the items themselves"):
+        list(job().map(same, "abc"))
+    with pytest.raises(shmload.ArgumentError, match="errors is 'ignore'"):
+        list(job().map(same, [1], errors="ignore"))
+
+
+# Deaths -------------------------------------------------------------------------------------------
+
+
+def test_item_at_which_a_process_dies_is_done_again(job, first_time):
+    def die_once(pipe, item):
+        if item == 7 and first_time("death"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    assert list(job().map(die_once, range(20))) == [*range(20)]
+
+
+def test_item_at_which_three_processes_die_is_named(job):
+    def die(pipe, item):
+        if item == 3:
+            os._exit(9)
+        return item
+
+    made = job()
+    found = list(made.map(die, range(6), errors="pass"))
+    assert found[:3] + found[4:] == [0, 1, 2, 4, 5]
+    assert isinstance(found[3], shmload.ItemKilled)
+    assert found[3].endings == ("exit code 9",) * 3
+    with pytest.raises(shmload.ItemKilled, match=r"^item 3, 3: 3 processes ended at it"):
+        list(made.map(die, range(6)))
+
+
+def test_hung_item_is_ended_after_the_timeout(job, first_time):
+    def hang_once(pipe, item):
+        if item == 1 and first_time("hang"):
+            signal.pause()
+        return item
+
+    assert list(job(timeout_s=3).map(hang_once, range(4))) == [*range(4)]
+
+
+def test_idle_process_that_dies_is_replaced(job):
+    made = job(procs=1)
+    (pid,) = made.map(pid_of, [0])
+    watched = Watched([pid])
+    os.kill(pid, signal.SIGKILL)
+    watched.wait_for_the_end()
+    (other,) = made.map(pid_of, [0])
+    assert other != pid
+
+
+def test_fork_server_that_dies_is_replaced(job):
+    made = job(procs=1)
+    (pid,) = made.map(lambda pipe, item: os.getppid(), [0])
+    watched = Watched([pid])
+    os.kill(pid, signal.SIGKILL)
+    watched.wait_for_the_end()
+    (other,) = made.map(lambda pipe, item: os.getppid(), [0])
+    assert other != pid
+
+
+def test_job_whose_processes_cannot_start_fails(job, tmp_path, monkeypatch):
+    (tmp_path / "ending.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(shmload.JobFailed, match="the fork server of the job has ended"):
+        list(job(preload=["ending"]).map(same, [1]))
+
+
+def test_module_that_cannot_be_preloaded_is_the_error(job):
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        list(job(preload=["no_such_module"]).map(same, [1]))
+
+
+def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "threading_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(shmload.JobFailed, match="left 1 threads running"):
+        list(job(preload=["threading_module"]).map(same, [1]))
+
+
+def test_server_that_is_not_ready_in_time_is_an_error(job, tmp_path, monkeypatch):
+    (tmp_path / "waiting.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("shmload.integrations.dataprep.pool._START_TIMEOUT_S", 0.5)
+    with pytest.raises(shmload.JobFailed, match=r"not loaded within 0\.5 s"):
+        list(job(preload=["waiting"]).map(same, [1]))
+
+
+# Uses ---------------------------------------------------------------------------------------------
+
+
+def test_map_that_is_given_up_leaves_a_job_that_works(job):
+    made = job()
+    for found in made.map(lambda pipe, item: time.sleep(3600 * (item > 3)) or item, range(9)):
+        if found == 2:
+            break
+    assert list(made.map(same, range(3))) == [*range(3)]
+
+
+def test_second_map_at_the_same_time_is_refused(job):
+    made = job()
+    first = made.map(same, range(100))
+    next(first)
+    with pytest.raises(shmload.ArgumentError, match="at another map"):
+        next(made.map(same, [1]))
+    first.close()
+
+
+def test_closed_job_is_refused(job):
+    made = job()
+    list(made.map(same, [1]))
+    made.close()
+    made.close()
+    with pytest.raises(shmload.ArgumentError, match="is closed"):
+        list(made.map(same, [1]))
+
+
+def test_job_in_a_forked_child_is_refused_and_goes_on_in_the_parent(job):
+    made = job()
+    list(made.map(same, [1]))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            list(made.map(same, [1]))
+        except shmload.ArgumentError as error:
+            made.close()
+            os._exit(0 if "belongs to process" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list(made.map(same, [1])) == [1]
+
+
+def test_function_may_print_and_fork(job, capfd):
+    def work(pipe, item):
+        print("said", item)
+        pid = os.fork()  # both return
+        if pid:
+            os.waitpid(pid, 0)
+        return item
+
+    assert list(job().map(work, [1, 2])) == [1, 2]
+    assert sorted(capfd.readouterr().out.split()) == ["1", "1", "2", "2", *["said"] * 4]
+
+
+def test_function_keeps_what_it_keeps_for_itself(job):
+    seen = []
+    assert list(job(procs=1).map(lambda p, item: seen.append(item) or len(seen), [1, 2])) == [1, 2]
+
+
+def test_random_numbers_depend_on_the_item_alone(job):
+    def draw(pipe, item):
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    found = list(job(preload=["torch"]).map(draw, range(5)))
+    assert len(set(found)) == 5
+    assert list(job(procs=0).map(draw, range(5))) == found
+    assert list(job(procs=0, seed=1).map(draw, range(5))) != found
+
+
+def test_tensors_and_arrays_cross_as_they_are(job):
+    made = job(preload=["torch"])
+    for shape in [(), (0,), (2, 3), (600, 700)]:
+        tensors = [
+            torch.ones(shape, dtype=torch.bfloat16),
+            torch.zeros((*shape, 4), dtype=torch.int8)[..., ::2],
+            torch.nn.Parameter(torch.ones(shape)),
+        ]
+        found = list(made.map(same, [*tensors, np.ones(shape)]))
+        for got, wanted in zip(found, tensors, strict=False):
+            assert torch.equal(got, wanted.detach())
+            assert (got.dtype, got.requires_grad, got.is_contiguous()) == (
+                wanted.dtype,
+                False,
+                True,
+            )
+            got.add_(1)  # it is writable
+        assert np.array_equal(found[3], np.ones(shape))
+    large = torch.zeros(1 << 24)
+    (nbytes,) = made.map(lambda pipe, item: item.untyped_storage().nbytes(), [large[:10]])
+    assert nbytes == 40  # the view alone
+
+
+def test_large_items_and_results_pass_each_other(job):
+    items = [np.full(1 << 20, number) for number in range(8)]
+    assert [found[0] for found in job().map(same, items)] == [*range(8)]
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+def test_progress_is_written_in_lines_without_a_terminal(job, capfd, monkeypatch):
+    monkeypatch.setattr("shmload.integrations.dataprep.bar._FIRST_LINE_S", 0.0)
+    monkeypatch.setattr("shmload.integrations.dataprep.bar._NEXT_LINE_S", 0.0)
+    list(job().map(same, range(10)))
+    lines = capfd.readouterr().err.splitlines()
+    assert all(line.startswith("shmload: ") for line in lines)
+    assert any("of 10 items (" in line and "items/s" in line for line in lines)
+    list(job().map(same, range(10), progress=False))
+    assert capfd.readouterr().err == ""
+    list(job().map(same, range(10), progress=True))
+    assert "10/10" in capfd.readouterr().err
