@@ -74,7 +74,7 @@ def _settled(pid: int, wanted: dict[str, int] | None = None) -> dict[str, int]:
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while True:
         found = _held(pid)
-        is_quiet = found["zombies"] == 0 and found["children"] == 1
+        is_quiet = found["zombies"] == found["children"] == 0
         if wanted:
             is_quiet = not any(_is_more(name, wanted[name], value) for name, value in found.items())
         if is_quiet or time.monotonic() > deadline:

@@ -33,7 +33,6 @@ from shmload._settings import (
     settings,
     unknown_variables,
 )
-from shmload._templates.look import Keeper
 from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import (
     ArgumentError,
@@ -123,17 +122,11 @@ class _ServeCommand(click.Command):
     show_default=True,
     help="How to log on stderr: lines for people, or one JSON object a line.",
 )
-@click.option(
-    "--template",
-    metavar="NAME",
-    help="Hold a template for `shmload run` ready; programs without --template use `default`.",
-)
 def serve_command(
     budget: int | None,
     wanted: Sequence[ListedSource] | None,
     metrics: tuple[str, int] | None,
     log_format: LogFormat,
-    template: str | None,
 ) -> None:
     """Keep decoded weights resident within a budget, for all processes of this user.
 
@@ -141,8 +134,7 @@ def serve_command(
     """
     log_steps(log_format)
     try:
-        with contextlib.closing(Keeper(template)) if template else contextlib.nullcontext():
-            _run(budget, wanted or (), metrics)
+        _run(budget, wanted or (), metrics)
     except ShmloadError as exc:
         if log_format == "text":
             raise  # printed as for any command

@@ -64,7 +64,7 @@ def _print_status(status: Status | None) -> None:
 
 def _templates() -> list[look.ListedTemplate]:
     try:
-        return list(look.templates())
+        return look.templates()
     except (OSError, PlaceUnsafe):  # nobody can have one there
         return []
 

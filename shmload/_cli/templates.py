@@ -9,7 +9,7 @@ from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._tables import Page, Table
 from shmload._templates import look, place
 from shmload._templates.command import main as run_program
-from shmload._wording import count_of, format_age, format_nbytes
+from shmload._wording import count_of, format_nbytes
 from shmload.errors import TemplateUnavailable
 
 
@@ -32,7 +32,7 @@ def _templates() -> list[look.ListedTemplate]:
         TemplateUnavailable: their directory is not this user's alone.
     """
     try:
-        return list(look.templates())
+        return look.templates()
     except place.PlaceUnsafe as exc:
         raise TemplateUnavailable("default", str(exc)) from exc
 
@@ -46,34 +46,22 @@ def _stop_of(template: look.ListedTemplate) -> str:
 def ls_command(as_json: bool) -> None:
     """List the templates that run, and the modules that they leave out."""
     found = _templates()
-    starting = len(place.importing())
     if as_json:
-        listed = [dataclasses.asdict(template) for template in found]
-        print_json("template ls", templates=listed, starting=starting)
+        print_json("template ls", templates=[dataclasses.asdict(each) for each in found])
         return
-    blocks: list[Table | str] = []
-    if starting:
-        blocks.append(f"{count_of(starting, 'template')} starting; ready in some seconds")
-    elif not found:
-        blocks.append("no template runs; `shmload run` starts one")
-    if found:
-        rows = [
-            (
-                template.name,
-                str(template.pid),
-                template.state,
-                format_nbytes(template.memory_nbytes),
-                str(template.programs),
-                format_age(template.idle_s),
-            )
-            for template in found
-        ]
-        titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS", "IDLE")
-        blocks.append(Table(titles=titles, rows=rows, right=(1, 3, 4, 5)))
-    blocks += [_stop_of(template) for template in found if template.state == "stopped"]
-    left_out = dict.fromkeys(each for template in found for each in template.left_out)
-    blocks += [f"left out: {each}" for each in left_out]
-    print_page(Page(tuple(blocks)))
+    if not found:
+        say("no template runs; `shmload run` starts one")
+        return
+    rows = [
+        (each.name, str(each.pid), each.state, format_nbytes(each.memory_nbytes),
+         str(each.programs))
+        for each in found
+    ]  # fmt: skip
+    titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS")
+    left_out = dict.fromkeys(name for each in found for name in each.left_out)
+    table = Table(titles=titles, rows=rows, right=(1, 3, 4))
+    stopped = [_stop_of(each) for each in found if each.state == "stopped"]
+    print_page(Page((table, *stopped, *(f"left out: {each}" for each in left_out))))
 
 
 @template_group.command("warm")
@@ -88,15 +76,14 @@ def ls_command(as_json: bool) -> None:
 def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
     try:
-        before = look.running(name) if modules else None
-        found = look.start_and_wait(name, modules)
+        found, is_old = look.start_and_wait(name, modules)
     except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
         raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:
         print_json("template warm", template=dataclasses.asdict(found))
     else:
         say(f"template {name}: process {found.pid}")
-    if before and before.pid == found.pid:
+    if modules and is_old:
         remedy = "to have it import them, `shmload template stop` first"
         say(f"template {name} ran already with the modules that it has; {remedy}", err=True)
     for left_out in found.left_out:
@@ -112,13 +99,10 @@ def stop_command(as_json: bool) -> None:
     found = _templates()
     for template in found:
         look.end(template)
-    ended = [template.pid for template in found if template.state != "stopped"]
     if as_json:
-        print_json("template stop", stopped=ended)
+        print_json("template stop", stopped=[template.pid for template in found])
         return
-    say(f"ended {count_of(len(ended), 'template')}")
-    if starting := len(place.importing()):
-        say(f"{count_of(starting, 'template')} still starting: stop again in some seconds")
+    say(f"ended {count_of(len(found), 'template')}")
     for template in found:
         if template.state == "stopped":
             say(f"{_stop_of(template)}: then it ends")

@@ -4,13 +4,17 @@
 """
 
 # Read when Python starts or when libraries are imported. The C libraries among them cannot be
-# watched while they read; what Python code reads is, in a template.
+# watched while they read; what Python code reads is, in a test.
 _FAMILIES = (
-    "ACCELERATE_", "BLIS_", "COVERAGE_", "CUBLAS_", "CUDA_", "DIFFUSERS_", "FORCE_COLOR", "GOMP_",
-    "GOTO_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_",
-    "NCCL_", "NO_COLOR", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "OPENSSL_", "PYTHON",
-    "PYTORCH_", "RAYON_", "SAFETENSORS_", "SHMLOAD_", "SSL_", "TMPDIR", "TOKENIZERS_", "TORCH",
-    "TRANSFORMERS_", "TZ", "USE_", "VECLIB_", "VIRTUAL_ENV", "XDG_",
+    "ACCELERATE_", "AOTINDUCTOR_", "AOT_", "BLIS_", "COMPILE_STROBELIGHT_", "COVERAGE_",
+    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "DISABLE_TELEMETRY", "DO_NOT_TRACK",
+    "EAGER_IMPORT", "ENABLE_", "FORCE_COLOR", "FX_", "GOMP_", "GOTO_", "HF_", "HOME",
+    "HUGGINGFACE_", "INDUCTOR_", "KINETO_", "KMP_", "LANG", "LC_", "LD_", "LOGLEVEL", "LOG_",
+    "MALLOC_", "MKL_", "MPMATH_", "NCCL_", "NO_COLOR", "NPU_", "NPY_", "NUMEXPR_", "NUMPY_",
+    "NVIDIA_", "OAUTH_", "OMP_", "OPENBLAS_", "OPENID_", "OPENSSL_", "PARTITIONER_", "PILLOW_",
+    "PT2_", "PYTHON", "PYTORCH_", "RAYON_", "SAFETENSORS_", "SAGE_", "SHMLOAD_", "SSL_", "SYMPY_",
+    "TMPDIR", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TZ", "UNSAFE_", "USE_", "VECLIB_",
+    "VIRTUAL_ENV", "XDG_", "XLA_",
 )  # fmt: skip
 _NAMES = frozenset({"LNAME", "LOGNAME", "TEMP", "TMP", "USER", "USERNAME"})
 

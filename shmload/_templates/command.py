@@ -4,8 +4,8 @@ import contextlib
 import os
 import sys
 
-from shmload._templates.caller import SHMLOAD, run, run_plainly
-from shmload._templates.kind import flags_of_this_process
+from shmload._templates.caller import run, run_plainly
+from shmload._templates.identity import flags_of_this_process
 from shmload._templates.messages import Program
 from shmload._templates.variables import REDIRECT
 
@@ -28,7 +28,8 @@ Options:
   --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
                    the program and in the Python processes that it starts.
   --help           Show this text.
-  -X, -W, -O, -u and others are options of Python, but for -V, -h and -v.
+  -X, -W, -O, -u and others are options of Python, but for -V, -h and -v: with one of them the
+  program is run in the ordinary way.
 """
 _KINDS = {"-m": "module", "-c": "code"}
 _OF_PYTHON = frozenset("bBdEiIOPqRsSux")
@@ -37,21 +38,17 @@ _OF_PYTHON = frozenset("bBdEiIOPqRsSux")
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
     name, is_verbose, is_redirected = "default", False, REDIRECT in os.environ
-    rest, own, of_python = list(arguments), [], []
+    rest, of_python = list(arguments), []
     while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
         option = rest.pop(0)
-        taken = _option_of_python(option, rest)
-        if taken:
+        if taken := _option_of_python(option, rest):
             of_python += taken
-            continue
-        own.append(option)
-        if option in ("-v", "--verbose"):
+        elif option in ("-v", "--verbose"):
             is_verbose = True
         elif option == "--redirect":
             is_redirected = True
         elif option == "--template" and rest:
             name = rest.pop(0)
-            own.append(name)
         elif option.startswith("--template="):
             name = option.partition("=")[2]
         elif option == "--help":
@@ -67,11 +64,8 @@ def main(arguments: list[str]) -> "NoReturn":
     program = _program(rest, way, of_python)
     if not of_python:
         run(program, name, is_verbose)
-    reason = _why_alone(of_python)
-    if not reason:
-        _start_again(of_python, [*own, *rest])
     if is_verbose:
-        print(f"shmload run: in the ordinary way: {reason}", file=sys.stderr)
+        print("shmload run: in the ordinary way: options of Python are given", file=sys.stderr)
     run_plainly(program)
 
 
@@ -81,26 +75,6 @@ def _option_of_python(option: str, rest: list[str]) -> list[str]:
         return [option, rest.pop(0)]
     is_one = option.startswith(("-X", "-W")) and len(option) > 2
     return [option] if is_one or _OF_PYTHON.issuperset(option[1:]) else []
-
-
-def _why_alone(options: list[str]) -> str:
-    """Return why shmload itself cannot run with options of Python, or would show; else nothing."""
-    flags = [option for option in options if option.startswith("-")]
-    letters = "".join(flag for flag in flags if not flag.startswith(("-X", "-W")))
-    if "S" in letters:
-        return "-S leaves packages out"
-    if "x" in letters:
-        return "its first line is to be skipped"
-    is_timed = any(option.removeprefix("-X").startswith("importtime") for option in options)
-    return "its imports are timed" if is_timed else ""
-
-
-def _start_again(options: list[str], rest: list[str]) -> "NoReturn":
-    """Become an interpreter with options of its own, which a program cannot get later."""
-    with open("/proc/self/environ", "rb", buffering=0) as file:  # Python has changed some
-        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
-    words = [sys.executable, *flags_of_this_process(), *options, "-c", SHMLOAD, "run", *rest]
-    os.execve(sys.executable, words, {name: value for name, _, value in pairs})
 
 
 def _program(words: list[str], redirect: str, of_python: list[str]) -> Program:

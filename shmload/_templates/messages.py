@@ -1,11 +1,11 @@
-"""What a caller, a template and a program say to each other.
+"""What a caller and a copy of a template say to each other; the template tells of the end.
 
-    caller ── Call ──▶ template ── Call ──▶ spare        Look, End ──▶ template
-    caller ◀───────────────────── SendFds ─ spare        About, Refused ◀── template
-    caller ── Fds ───────────────────────▶  spare
-    caller ◀────────────────────── Ready ── spare
-    caller ── Go ────────────────────────▶  program
-    caller ◀─ Stopped, Ended ── template    program ── Sets, Leaves ──▶ caller
+    caller ── connects ──▶ template ── forks ──▶ copy
+    caller ◀──────────────────────────── Hello ─ copy       caller ◀── Refused ─ template or copy
+    caller ── Call, descriptors ───────────────▶ copy
+    caller ◀──────────────────────────── Ready ─ copy
+    caller ── Go ──────────────────────────────▶ program
+    caller ◀── Stopped, Ended ─ template
 
 Each is a value with typed fields, and crosses as a list: version, name, fields. They are no
 dataclasses, since that module takes longer to import than a program takes to start here.
@@ -26,7 +26,7 @@ else:
         return lambda kind: kind
 
 
-VERSION = 9
+VERSION = 10
 """Changes with any message. A template of another version is not spoken with."""
 
 
@@ -37,28 +37,11 @@ class Message:
     Fields are of the kinds int, str, bytes, a message, and lists of these.
     """
 
-    def __init__(self, *values: "Any", **named: "Any") -> None:
-        names = type(self).__annotations__
-        vars(self).update(zip(names, values, strict=False), **named)
-        if len(values) + len(named) != len(names) or vars(self).keys() != names.keys():
-            raise TypeError(f"{type(self).__name__} has the fields {', '.join(names)}")
+    def __init__(self, *values: "Any") -> None:
+        vars(self).update(zip(type(self).__annotations__, values, strict=True))
 
     def __iter__(self) -> "Iterator[Any]":
         return (getattr(self, name) for name in type(self).__annotations__)
-
-    def __repr__(self) -> str:
-        fields = zip(type(self).__annotations__, self, strict=True)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
-
-
-class Standing(Message):
-    """How a caller stands with the kernel, as far as only it can say; `taking` reads the rest."""
-
-    blocked: int
-    ignored: int
-    timer_slack: str
-    umask: int
-    is_subreaper: int
 
 
 class Program(Message):
@@ -80,37 +63,38 @@ class Program(Message):
 
 
 class Call(Message):
-    """A program to run.
+    """A program to run; with it come descriptors: the directory, then those of `fds`.
 
     Fields:
         program: see there.
+        template: name of the template, as the user gave it.
         settings: the variables that the program is going to set, see `variables`.
+        environ: the caller's first variables, as /proc/PID/environ has them.
         fds: the numbers of the descriptors that the program inherits.
         group: the caller's process group if it has a terminal, else 0.
-        standing: see there.
+        blocked: the signals that the caller blocks, a bit each.
+        ignored: those that it ignores, a bit each.
+        umask: the caller's.
         is_verbose: 1 if the caller's user is told why a program is not run here.
     """
 
     program: Program
+    template: str
     settings: list[list[str]]
+    environ: bytes
     fds: list[int]
     group: int
-    standing: Standing
+    blocked: int
+    ignored: int
+    umask: int
     is_verbose: int
 
 
-class SendFds(Message):
-    """The spare is there, and takes the descriptors: the directory, then those of `Call.fds`."""
+class Hello(Message):
+    """The copy is there, and takes the call.
 
-
-class Fds(Message):
-    """Carries the descriptors, and what the template must not know.
-
-    Fields:
-        environ: the caller's first variables, as /proc/PID/environ has them.
+    Only now does the caller send it: a stopped template would keep its descriptors open.
     """
-
-    environ: bytes
 
 
 class Ready(Message):
@@ -119,12 +103,10 @@ class Ready(Message):
     Fields:
         pid: its process.
         group: the process group that its caller shall join.
-        template: the template's process.
     """
 
     pid: int
     group: int
-    template: int
 
 
 class Go(Message):
@@ -143,18 +125,6 @@ class Refused(Message):
     is_replaceable: int
 
 
-class Sets(Message):
-    """The program has set variables before its first import, see `variables`."""
-
-    settings: list[list[str]]
-
-
-class Leaves(Message):
-    """The program ends with this code, unless something happens to it meanwhile."""
-
-    code: int
-
-
 class Stopped(Message):
     """The program has stopped, by this signal."""
 
@@ -165,31 +135,6 @@ class Ended(Message):
     """The program has ended, with this status of `os.waitpid`."""
 
     status: int
-
-
-class Look(Message):
-    """Asks a template what it is.
-
-    Fields:
-        is_use: 1 if that counts as a use: the template is held ready.
-    """
-
-    is_use: int
-
-
-class About(Message):
-    """What a template is.
-
-    Fields:
-        template: as JSON, the fields of `look.ListedTemplate` that only it knows, and with
-            `processes` those whose memory counts.
-    """
-
-    template: str
-
-
-class End(Message):
-    """Asks a template to take no more programs, and to end with its last one."""
 
 
 def send(

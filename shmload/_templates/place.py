@@ -1,4 +1,4 @@
-"""Where templates are met: a directory of this user, with a socket for each template.
+"""Where templates are met: a directory of this user, with a socket and notes of each template.
 
 Guarantee: the directory belongs to this user, is closed to others, and no other user can exchange
 it; or nothing in it is used.
@@ -8,7 +8,6 @@ import _blake2  # without hashlib, which takes 3 ms to import
 import fcntl
 import os
 import time
-from stat import S_ISSOCK
 
 from shmload._host.own_folder import private_path, runtime_folder
 
@@ -46,31 +45,16 @@ def socket_of(key: str) -> str:
         PlaceUnsafe: see `folder`; or the path is too long for a socket.
     """
     path = f"{folder()}/{key}"
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH - len(".4194304"):  # of one that drains
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise PlaceUnsafe(f"{path} is too long for a socket")
     return path
-
-
-def sockets() -> list[str]:
-    """Return the paths of the sockets of all templates, also of those that drain."""
-    return sorted(entry.path for entry in os.scandir(folder()) if S_ISSOCK(entry.stat().st_mode))
-
-
-def importing() -> list[str]:
-    """Return the keys of templates that import, and have no socket yet."""
-    here = {entry.name for entry in os.scandir(folder())}
-    keys = [name.removesuffix(".importing") for name in here if name.endswith(".importing")]
-    return [key for key in keys if key not in here and is_taken(key)]
-
-
-# One template of a kind -------------------------------------------------------------------------
 
 
 def take_lock(key: str) -> int | None:
     """Take the right to be the template of this key; None if another process has it.
 
     Returns:
-        A descriptor, which holds it until it is given back or this process ends.
+        A descriptor, which holds it until it is closed, also in copies of this process.
 
     Raises:
         OSError: the file cannot be made.
@@ -86,12 +70,6 @@ def take_lock(key: str) -> int | None:
     return fd
 
 
-def give_lock_back(fd: int) -> None:
-    """Let another process be the template; copies of this one have the descriptor too."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
 def is_taken(key: str) -> bool:
     """Tell whether a process is the template of this key, or becomes it.
 
@@ -99,31 +77,18 @@ def is_taken(key: str) -> bool:
         OSError: the file cannot be made.
     """
     fd = take_lock(key)
-    if fd is None:
-        return True
-    os.close(fd)
-    return False
+    if fd is not None:
+        os.close(fd)
+    return fd is None
 
 
-# Why there is none ------------------------------------------------------------------------------
-
-
-def read_failure(key: str) -> str | None:
-    """Return why there can be no template; None if that is not known, or a while ago."""
+def read_failure(key: str) -> str:
+    """Return why there can be no template; empty if that is not known, or a while ago."""
     try:
         age = time.time() - os.stat(f"{socket_of(key)}.failed").st_mtime
-        return read_note(key, "failed") if age < _FAILURE_S else None
     except (OSError, PlaceUnsafe):
-        return None
-
-
-def how_it_crashed(key: str) -> str | None:
-    """Return what is known of a template that has ended while it imported; None if it has not."""
-    name = read_note(key, "importing")
-    if not name:
-        return None
-    said = (read_note(key, "stderr") or "").strip().splitlines()
-    return f"it ended while it imported {name}" + (f": {said[-1]}" if said else "")
+        return ""
+    return (read_note(key, "failed") or "") if age < _FAILURE_S and not is_taken(key) else ""
 
 
 def write_note(key: str, name: str, text: str) -> None:
@@ -133,7 +98,7 @@ def write_note(key: str, name: str, text: str) -> None:
         OSError: it cannot be written.
     """
     path = f"{socket_of(key)}.{name}"
-    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="replace") as file:
+    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
     os.replace(file.name, path)  # a reader finds it whole
 
@@ -141,7 +106,7 @@ def write_note(key: str, name: str, text: str) -> None:
 def read_note(key: str, name: str) -> str | None:
     """Return a note; None if there is none."""
     try:
-        with open(f"{socket_of(key)}.{name}", encoding="utf-8", errors="replace") as file:
+        with open(f"{socket_of(key)}.{name}", encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except (OSError, PlaceUnsafe):
         return None

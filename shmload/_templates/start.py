@@ -4,12 +4,7 @@ import os
 import sys
 
 from shmload._templates import place, wire
-from shmload._templates.kind import (
-    flags_of_this_process,
-    is_subreaper,
-    renew_session_keyring,
-    session_and_terminal,
-)
+from shmload._templates.identity import flags_of_this_process, key_of, session_and_terminal
 from shmload._templates.variables import first_environment, read_on_import
 
 TYPE_CHECKING = False
@@ -29,20 +24,16 @@ MODULES = (
 _NAMED = "SHMLOAD_RUN_IMPORTS"
 
 # The program of a template, whose frame is the lowest of every program: it raises again without a
-# place of its own in the traceback. It records before it imports anything of shmload.
+# place of its own in the traceback.
 _PROGRAM = """
 import sys
 known = frozenset(sys.modules)
 if not sys.flags.safe_path:
     sys.path[0] = sys.prefix
-recorder = {"__name__": "shmload._templates.recorder"}
-exec(open(sys.argv[1]).read(), recorder)
-recorder = recorder["Recorder"]()
-recorder.start()
 from shmload._templates.template import serve
-from shmload._templates.leaving import leave
+from shmload._templates.ending import leave
 try:
-    serve(known, recorder)()
+    serve(known)()
 except BaseException:
     leave()
     raise
@@ -50,27 +41,14 @@ leave()
 """
 
 
-def why_not_here() -> str | None:
-    """Return why this process is not to start a template; None if it may.
-
-    The template would become its child when the process in between ends, and be seen by the
-    program that this process becomes.
-    """
-    if os.getpid() == 1:
-        return "there is no template, and process 1 starts none"
-    return "there is no template, and a subreaper starts none" if is_subreaper() else None
-
-
 def start_template(
-    name: str, key: str, modules: "Sequence[str]" = (), variables: "dict[str, str] | None" = None
+    name: str, modules: "Sequence[str]" = (), variables: "dict[str, str] | None" = None
 ) -> int:
     """Start a template that goes on when this process ends; do not wait for it.
 
     Args:
         name: of the template.
-        key: see `kind`.
-        modules: what it imports; none for what the last one of this key did, or else `MODULES`. It
-            also imports what a variable names.
+        modules: what it imports; none for `MODULES`. It also imports what a variable names.
         variables: those that a program has once it has set its own; None for this process's first
             ones. The template gets those that imports read.
 
@@ -79,14 +57,14 @@ def start_template(
 
     Raises:
         OSError: it cannot be started.
+        PlaceUnsafe: see `place`.
     """
-    recorder = os.path.join(os.path.dirname(__file__), "recorder.py")
-    last = (place.read_note(key, "imports") or "").split()
-    named = os.environ.get(_NAMED, "").replace(",", " ").split()
-    wanted = dict.fromkeys((*(modules or last or MODULES), *named))
-    said = [recorder, place.socket_of(key), name, *wanted]
-    command = [sys.executable, *flags_of_this_process(), "-c", _PROGRAM, *said]
     given = variables or first_environment()
+    key = key_of(name, given)
+    named = os.environ.get(_NAMED, "").replace(",", " ").split()
+    wanted = dict.fromkeys((*(modules or MODULES), *named))
+    said = [place.socket_of(key), name, *wanted]
+    command = [sys.executable, *flags_of_this_process(), "-c", _PROGRAM, *said]
     # It serves other programs too: they are to know nothing of this process.
     environment = read_on_import(given) | {n: given[n] for n in ("PATH",) if n in given}
     place.remove_note(key, "failed")
@@ -111,12 +89,11 @@ def start_template(
 
 
 def _leave_caller(kept: int) -> None:
-    """Give up the caller's group, streams, descriptors, directory and keys; keep one descriptor."""
+    """Give up the caller's group, streams, descriptors and directory; keep one descriptor."""
     if session_and_terminal()[1]:
         os.setpgid(0, 0)  # in its session, so that programs can join groups there
     else:
         os.setsid()
-    renew_session_keyring()
     os.chdir("/")
     os.umask(0o077)
     null = os.open(os.devnull, os.O_RDWR)

@@ -3,9 +3,8 @@
     imports ──▶ serves ──▶ drains ──▶ ends
        └── fails: a note says why
 
-`start` starts it; its program calls `serve`. It imports the libraries, with a record of what
-that did, and forks a spare. A caller connects and sends its call; the template hands it to the
-spare, forks the next one, and tells the caller of stops and of the end.
+`start` starts it; its program calls `serve`. It imports the libraries, and forks when a caller
+connects; the copy reads the call. The template tells the caller of stops and of the end.
 
 Guarantee: it has one thread and has not touched a GPU, or it does not serve. Only this user reaches
 it, with rights like its own. It takes no more programs when it was idle for long, when its
@@ -14,245 +13,278 @@ ends with its last program, so that each caller learns how its program has ended
 """
 
 import contextlib
+import ctypes
+import errno
 import gc
 import json
 import os
-import resource
 import select
 import signal
 import sys
 import time
-import traceback
+from _socket import SOL_SOCKET
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-from shmload._templates import kind, leaving, messages, place, wire
-from shmload._templates.connections import Connections, Peer, Question, refuse
-from shmload._templates.freshness import Freshness
-from shmload._templates.imports import Imports, Unfit
-from shmload._templates.interpreter import Renewal
-from shmload._templates.kept import LOOK_S, Kept
-from shmload._templates.messages import About, Call, End, Look
-from shmload._templates.recorder import Recorder
-from shmload._templates.serving import Born, Serving
-from shmload._templates.spare import Spare
-from shmload._templates.stash import Stash
-from shmload._templates.variables import first_environment, note_variables
+from shmload._templates import ending, identity, messages, place, wire
+from shmload._templates.hidden import Hidden
+from shmload._templates.imports import LOOK_S, Imports, Unfit
+from shmload._templates.messages import Ended, Message, Refused, Stopped
+from shmload._templates.program import become
+from shmload._templates.variables import first_environment
 
-IDLE_S = 1800.0
-_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
-            signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
+_IDLE_S = 1800.0
 # After this time it looks whether it is alone in its control group, and ends if so.
 _LONELY_S = 10.0
+# With no descriptor left, connections wait until a program has ended: looked at this often.
+_PAUSE_S = 0.2
+_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
+            signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
+# Linux 6.5; not in the module socket.
+_SO_PEERPIDFD = 77
+# keyctl(2) by syscall(2): join a new session keyring, so that programs share no caller's keys.
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
 
 
-def serve(known: Collection[str], recorder: Recorder) -> Callable[[], Any]:
+def serve(known: Collection[str]) -> Callable[[], Any]:
     """Be a template; return only in copies, with what runs their program.
 
     Args:
-        known: names of the modules that were there before anything was imported.
-        recorder: records since then.
+        known: names of the modules that there were before anything was imported.
     """
-    socket, name, *wanted = sys.argv[2:]
+    socket, name, *wanted = sys.argv[1:]
     key = os.path.basename(socket)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    own_key = kind.key_of_this_process(name)
+    environment = first_environment()
+    own_key = identity.key_of(name, environment)
     del sys.path[: 0 if sys.flags.safe_path else 1]
-    recorder.fresh["path"] = list(sys.path)
     lock = place.take_lock(key)
     if lock is None:
         os._exit(0)  # another one starts at the same time
-    place.write_note(key, "imports", "\n".join(wanted))
-    imports = Imports(key, recorder)
+    place.write_note(key, "failed", "the template has ended while it imported the libraries")
+    pid = os.getpid()
     try:
         if own_key != key:
             raise Unfit("what it was to have in common with its callers has changed since")
-        imports.make(wanted)
-        note_variables(recorder.variables)
+        if keyctl := _KEYCTL.get(os.uname().machine):
+            ctypes.CDLL(None).syscall(keyctl, _JOIN_SESSION_KEYRING, None)
+        template = Template(name, key, lock, known, environment)
+        template.begin(wanted)
+        return template.run()
     except BaseException as exc:  # a module may raise anything
-        place.write_note(key, "failed", f"there can be no template: {type(exc).__name__}: {exc}")
-        place.remove_note(key, "importing")
-        os._exit(1)
-    pid = os.getpid()
-    try:
-        Template(name, key, lock, imports, known).run()
-    except Born as born:
-        return born.run
-    except BaseException:
         if os.getpid() == pid:
-            place.write_note(key, "failed", f"the template failed: {traceback.format_exc()}")
+            reason = f"there can be no template: {type(exc).__name__}: {exc}"
+            place.write_note(key, "failed", reason)
         os._exit(1)
+
+
+class _Caller(NamedTuple):
+    """A caller whose program runs."""
+
+    channel: wire.Socket
+    pidfd: int
+
+    def tell(self, message: Message) -> None:
+        """Send a message; a caller that has stopped reads nothing, and must not delay others."""
+        with contextlib.suppress(OSError):
+            messages.send(self.channel, message, waits=False)
+
+    def close(self) -> None:
+        self.channel.close()
+        os.close(self.pidfd)
 
 
 class Template:
-    """Answers callers, keeps a spare, and watches the programs that run.
+    """Answers callers, and watches the programs that run.
 
     Args:
         name: as the user gave it.
-        key: see `kind`.
+        key: see `identity`.
         lock: holds the right to be the template of this key.
-        imports: what was imported.
         known: names of the modules that any Python has.
+        environment: the variables with which it was started.
     """
 
     def __init__(
-        self,
-        name: str,
-        key: str,
-        lock: int,
-        imports: Imports,
-        known: Collection[str],
+        self, name: str, key: str, lock: int, known: Collection[str], environment: dict[str, str]
     ) -> None:
-        self._name, self._key = name, key
-        self._lock = lock
-        self._recorder = recorder = imports.recorder
-        before = first_environment()
-        now = {os.fsdecode(name): os.fsdecode(value) for name, value in recorder.fresh["environ"]}
+        self._name, self._key, self._lock = name, key, lock
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
-        self._coerced = {name: value for name, value in now.items() if name not in before}
-        self._renewal = Renewal()
-        self._stash = Stash(recorder, known)
-        self._keep = imports.descriptors
-        self._left_out = imports.left_out
+        self._coerced = {n: value for n, value in os.environ.items() if n not in environment}
+        self._hidden = Hidden(known)
+        self._imports = Imports(key, self._hidden)
+        self._callers: dict[int, _Caller] = {}
+        """By process of a program that runs."""
         self._is_draining = False
         self._is_told_to_end = False
         self._used = time.monotonic()
+        self._poll = select.poll()
 
-    def run(self) -> NoReturn:
-        """Serve; end this process, or raise `Born` in a copy."""
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._freshness = Freshness()
-        self._rights = kind.rights_of()
-        self._group = kind.leave_or_find()
-        self._serving = serving = Serving(self._become_program)
-        self._poll = serving.poll
-        signal.signal(signal.SIGTERM, self._end_soon)
-        session, terminal = kind.session_and_terminal()
-        leader = os.pidfd_open(session) if terminal else -1
-        if terminal:
-            self._poll.register(leader, select.POLLIN)
-        leaving.end_without_destructors()
-        self._kept = Kept(self._stash, self._recorder)
-        self._stash.hide()  # here and not in each copy: it writes to the memory of every module
+    def begin(self, wanted: list[str]) -> None:
+        """Import modules, and open the socket.
+
+        Raises:
+            Unfit: there can be no template.
+            BaseException: a library has raised it.
+        """
+        self._hidden.named = wanted
+        self._freshness = self._imports.make(wanted)
         self._import_kept()
-        self._freeze()
-        collector: Any = self._stash.hidden.get("shmload._host.collector")
-        if collector:
-            collector.note_freeze()
-        serving.fork()  # before the socket is there: the first caller finds it ready
-        self._connections = Connections(place.socket_of(self._key), self._poll)
+        ending.end_without_destructors()
+        self._waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        """Becomes readable when a child has changed."""
+        self._poll.register(self._waking, select.POLLIN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        session, terminal = identity.session_and_terminal()
+        self._leader = os.pidfd_open(session) if terminal else -1
+        if terminal:
+            self._poll.register(self._leader, select.POLLIN)
+        self._path = place.socket_of(self._key)
+        self._listener = wire.open_socket()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        gc.collect()
+        gc.freeze()
+        self._say("ready")
+        self._listener.bind(self._path)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._poll.register(self._listener.fileno(), select.POLLIN)
+        place.remove_note(self._key, "failed")
+
+    def run(self) -> Callable[[], Any]:
+        """Serve; end this process, or return what runs the program in a copy."""
         while True:
             self._tend()
-            ended, others = serving.wait(1000 * LOOK_S)
-            if ended:
-                self._used = time.monotonic()
-            for fd in others:
-                if fd == leader:
-                    self._poll.unregister(leader)
+            for fd, _ in self._poll.poll(1000 * LOOK_S):
+                if fd == self._waking:
+                    self._reap()
+                elif fd == self._leader:
+                    self._poll.unregister(fd)
                     self._drain()
-                elif asked := self._connections.question_at(fd):
-                    self._answer(*asked)
+                elif self._is_draining or fd != self._listener.fileno():
+                    self._end_program_of(fd)
+                elif run := self._accept():
+                    return run
+
+    # Programs -------------------------------------------------------------------------------------
+
+    def _accept(self) -> Callable[[], Any] | None:
+        """Take a caller, and fork; return what runs its program in the copy, else None."""
+        self._used = time.monotonic()
+        try:
+            fd, _ = self._listener._accept()  # type: ignore[attr-defined]
+        except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(_PAUSE_S)
+            return None  # or the caller has gone
+        os.set_inheritable(fd, False)
+        channel = wire.take(fd)
+        try:
+            caller = _Caller(channel, _pidfd_of(channel))
+        except OSError:  # it has ended
+            channel.close()
+            return None
+        refused = self._why_not(caller)
+        pid = 0
+        if refused is None:
+            try:
+                pid = os.fork()
+            except OSError as exc:  # too many processes, or no memory
+                refused = Refused(f"the template cannot start a process: {exc}", 0)
+        if refused is not None:
+            caller.tell(refused)
+            caller.close()
+            return None
+        if pid == 0:
+            gc.enable()
+            return become(channel, self._hidden, self._imports.descriptors, self._coerced)
+        self._callers[pid] = caller
+        self._poll.register(channel.fileno(), 0)  # its end is always told
+        return None
+
+    def _why_not(self, caller: _Caller) -> Refused | None:
+        """Return why a process may not use this template; None if it may."""
+        pid, user = wire.peer_of(caller.channel)
+        if user != os.geteuid():
+            return Refused("the template is another user's", 0)
+        if why := identity.how_it_differs(pid, caller.pidfd):
+            return Refused(f"this process may not use the template: {why}", 0)
+        if self._freshness.is_lost():
+            self._drain()
+            return Refused("stale: a package has changed", 1)
+        return None
+
+    def _reap(self) -> None:
+        """Learn what has become of children, and tell their callers."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._waking, 1 << 10)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            caller = self._callers.get(pid)
+            if caller is None:
+                continue
+            if os.WIFSTOPPED(status):
+                caller.tell(Stopped(os.WSTOPSIG(status)))
+            elif os.WIFCONTINUED(status):
+                with contextlib.suppress(ProcessLookupError):  # it has stopped with it
+                    signal.pidfd_send_signal(caller.pidfd, signal.SIGCONT)
+            else:
+                ending.live_without(caller.channel)  # what the program has started goes on
+                caller.tell(Ended(status))
+                self._forget(pid)
+
+    def _end_program_of(self, fd: int) -> None:
+        """End the program whose caller has gone."""
+        for pid, caller in list(self._callers.items()):
+            if caller.channel.fileno() == fd:
+                os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
+                with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
+                    os.killpg(pid, signal.SIGKILL)
+                self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        caller = self._callers.pop(pid)
+        self._poll.unregister(caller.channel.fileno())
+        caller.close()
+        self._used = time.monotonic()
+
+    # The template itself --------------------------------------------------------------------------
 
     def _tend(self) -> None:
         """Do what time or an event has brought."""
         idle = time.monotonic() - self._used
-        is_lonely = idle > _LONELY_S and kind.is_alone_in(self._group)
-        if self._is_told_to_end or (not self._serving.programs and (idle > IDLE_S or is_lonely)):
+        is_lonely = idle > _LONELY_S and _is_alone()
+        if self._is_told_to_end or (not self._callers and (idle > _IDLE_S or is_lonely)):
             self._drain()
-        if self._is_draining and not self._serving.programs:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._connections.path)
+        if self._is_draining and not self._callers:
+            place.remove_note(self._key, f"{os.getpid()}.json")
             os._exit(0)
-        if not self._is_draining and self._import_kept():
-            self._serving.end_spare()
-            self._freeze()
-            self._serving.fork()
+        if not self._is_draining:
+            self._import_kept()
 
-    def _import_kept(self) -> bool:
-        """Import the modules of what loads have kept since the last time; tell if there were."""
-        names = self._kept.new()
-        if names:
+    def _import_kept(self) -> None:
+        """Import the modules of what loads have kept since the last time."""
+        if names := self._imports.kept():
             self._freshness.close()
-            self._freshness = self._kept.make(names)
-            note_variables(self._recorder.variables)
-        return bool(names)
+            self._freshness = self._imports.make(names)
+            gc.collect()
+            gc.freeze()
 
-    def _freeze(self) -> None:
-        """Have the collector leave all objects alone: to look at one would copy its page."""
-        gc.collect()
-        gc.freeze()
-
-    def _become_program(self, orders: wire.Socket) -> Callable[[], Any]:
-        """Become a spare, in a copy of this process, and then its program."""
-        self._close_all()
-        spare = Spare(self._stash, self._renewal, self._coerced, self._keep)
-        return spare.wait(orders)
-
-    def _close_all(self) -> None:
-        """Close the sockets of the template, in a copy of it."""
-        if hasattr(self, "_connections"):
-            self._connections.close_all()
-            self._serving.close_all()
-
-    def _answer(self, question: Question, peer: Peer) -> None:
-        reason = self._why_not(question, peer)
-        if reason:
-            refuse(peer, reason, is_replaceable=self._is_draining)
-            return
-        match question:
-            case Call():
-                self._start(question, peer)
-                return
-            case End():
-                self._drain()
-            case Look():
-                with contextlib.suppress(OSError):
-                    messages.send(peer.channel, self._about(), waits=False)
-                if question.is_use:
-                    self._used = time.monotonic()
-        peer.close()
-
-    def _about(self) -> About:
-        found = {
-            "name": self._name,
-            "pid": os.getpid(),
-            "state": "draining" if self._is_draining else "ready",
-            "programs": self._serving.programs,
-            "idle_s": time.monotonic() - self._used,
-            "left_out": self._left_out,
-            "processes": [os.getpid(), self._serving.spare],
-        }
-        return About(json.dumps(found))
-
-    def _why_not(self, question: Question, peer: Peer) -> str:
-        """Say why a process may not use this template; empty if it may.
-
-        All processes of this user may look at it and end it. One with other rights may not run a
-        program here.
-        """
-        if peer.user != os.geteuid():
-            return "the template is another user's"
-        if isinstance(question, Call) and (why := peer.how_it_differs(self._rights)):
-            return f"this process may not use the template: {why}"
-        if not isinstance(question, Call):
-            return ""
-        if self._is_draining:
-            return "the template takes no more programs"
-        if self._freshness.is_lost():
-            self._drain()
-            return "stale: a package has changed"
-        return ""
-
-    def _start(self, call: Call, peer: Peer) -> None:
-        """Hand a program to the spare."""
-        self._used = time.monotonic()
-        try:
-            self._serving.start(call, peer)
-        except OSError as exc:
-            refuse(peer, f"the template cannot start a process: {exc}")
+    def _say(self, state: str) -> None:
+        """Leave a note of this template for `look`."""
+        found = {"name": self._name, "pid": os.getpid(), "state": state, "socket": self._path}
+        text = json.dumps(found | {"left_out": self._imports.left_out})
+        place.write_note(self._key, f"{os.getpid()}.json", text)
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True
@@ -262,7 +294,39 @@ class Template:
         if self._is_draining:
             return
         self._is_draining = True
+        self._poll.unregister(self._listener.fileno())
         with contextlib.suppress(OSError):  # the directory was removed
-            self._connections.move(f"{self._connections.path}.{os.getpid()}")
-        self._serving.end_spare()
-        place.give_lock_back(self._lock)
+            os.unlink(self._path)
+            self._say("draining")
+        self._listener.close()
+        os.close(self._lock)
+
+
+def _pidfd_of(channel: wire.Socket) -> int:
+    """Return a descriptor of the process that connected.
+
+    Raises:
+        OSError: it has ended.
+    """
+    try:
+        fd = channel.getsockopt(SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        fd = os.pidfd_open(wire.peer_of(channel)[0])
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def _is_alone() -> bool:
+    """Tell whether this control group has no process but this one and its children.
+
+    A scope or unit could not end while a template stays in it.
+    """
+    line = (identity.said_of("self", "cgroup") or "").rpartition("0::")[2].strip()
+    try:
+        with open(f"/sys/fs/cgroup{line}/cgroup.procs", encoding="ascii") as file:
+            members = {int(each) for each in file}
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            own = {os.getpid(), *map(int, file.read().split())}
+    except (OSError, ValueError):
+        return False
+    return line not in ("", "/") and bool(members) and members <= own

@@ -11,17 +11,15 @@ it is turned on by hand.
 
 import os
 
-from shmload._host.variables import READ_LATER, is_of_import
+from shmload._host.variables import is_of_import
 from shmload._templates import place, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Mapping
 
     from shmload._templates.messages import Program
 
-_READ = ("imports", "variables")
-"""A note of all templates: the names of other variables that imports have read."""
 _SET = "settings"
 """A note of a program."""
 REDIRECT = "SHMLOAD_REDIRECT"
@@ -31,8 +29,13 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 def first_environment() -> dict[str, str]:
     """Return the variables with which this process was started; Python itself changes some."""
+    return variables_in(first_environ())
+
+
+def first_environ() -> bytes:
+    """Return the same, as /proc/PID/environ has them."""
     with open("/proc/self/environ", "rb", buffering=0) as file:
-        return variables_in(file.read())
+        return file.read()
 
 
 def variables_in(raw: bytes) -> dict[str, str]:
@@ -45,88 +48,9 @@ def variables_in(raw: bytes) -> dict[str, str]:
     return without_redirect(found)
 
 
-# That imports read ------------------------------------------------------------------------------
-
-
-def read_on_import(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables among these that imports may read, or have read in a template."""
-    noted = _noted_variables() - READ_LATER
-    return {n: value for n, value in environment.items() if is_of_import(n) or n in noted}
-
-
-def note_variables(names: "Iterable[str]") -> None:
-    """Note variables that imports have read, for programs that start from now on."""
-    noted = _noted_variables()
-    found = noted | {name for name in names if not is_of_import(name)}
-    if found != noted:
-        place.write_note(*_READ, "\n".join(sorted(found)))
-
-
-def _noted_variables() -> set[str]:
-    return {*(place.read_note(*_READ) or "").splitlines()}
-
-
-class ReadVariables:
-    """The variables that a template's imports have read, as a program has them.
-
-    Args:
-        read: names, with what was found.
-    """
-
-    def __init__(self, read: "Mapping[str, str | None]") -> None:
-        self._read = read
-        self._begun: dict[str, str] = {}
-        """As the program has got them."""
-        self._last: dict[str, str] = {}
-        """As the template has read them; later, as they were when they were last compared."""
-        self._environ: dict[bytes, bytes] = {}
-        """All variables, when these were last compared."""
-
-    def difference_to(self, environment: "Mapping[str, str]") -> str | None:
-        """Return a variable that imports have read with another value, or None."""
-        for name, value in self._read.items():
-            if name not in READ_LATER and environment.get(name) != value:
-                return name
-        return None
-
-    def begin(self, settings: list[list[str]]) -> None:
-        """Compare from now on with what the program begins with.
-
-        Args:
-            settings: the variables that it is going to set, as the template has them.
-        """
-        self._begun = self._now()
-        self._last = with_settings(self._begun, settings)
-        self._environ = {} if settings else _environ().copy()
-
-    def change(self) -> tuple[str, list[list[str]]] | None:
-        """Return what the program has done to them since the last call, and all that it has set."""
-        if _environ() == self._environ:
-            return None
-        self._environ = _environ().copy()
-        before, self._last = self._last, self._now()
-        changed = differences(before, self._last)
-        if not changed:
-            return None
-        name = changed[0][0]
-        sets = "set" if self._last.get(name) != self._begun.get(name) else "did not set"
-        reason = f"the program {sets} {name} before it imported a library"
-        return reason, differences(self._begun, self._last)
-
-    def note_import(self, names: "Collection[str]") -> None:
-        """Take variables as an import has just set them, for what the program has begun with."""
-        self._last = self._now()
-        self._begun |= {n: value for n, value in self._last.items() if n in names}
-
-    def _now(self) -> dict[str, str]:
-        names = {*self._read, *self._last, *filter(is_of_import, os.environ)} - READ_LATER
-        found = {name: os.environ.get(name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
-
-
-def _environ() -> dict[bytes, bytes]:
-    """Return the variables as they are kept: quick to compare, and not seen as reads."""
-    return os.environ._data  # type: ignore[attr-defined,no-any-return]
+def read_on_import(environment: "Mapping[str, str]") -> dict[str, str]:
+    """Return the variables among these that imports may read."""
+    return {name: value for name, value in environment.items() if is_of_import(name)}
 
 
 # That programs set ------------------------------------------------------------------------------
@@ -136,8 +60,8 @@ def read_settings(program: "Program") -> list[list[str]]:
     """Return what a program has set last time: names with their values, or alone if removed."""
     found = place.read_note(_key(program), _SET)
     try:
-        found_: list[list[str]] = wire.unpack((found or "").encode("latin-1"), list[list[str]])
-        return found_
+        settings: list[list[str]] = wire.unpack((found or "").encode("latin-1"), list[list[str]])
+        return settings
     except ValueError:  # half written
         return []
 
@@ -149,10 +73,7 @@ def write_settings(program: "Program", settings: list[list[str]]) -> None:
         OSError: it cannot be written.
         PlaceUnsafe: see `place`.
     """
-    if settings:
-        place.write_note(_key(program), _SET, wire.pack(settings).decode("latin-1"))
-    else:
-        place.remove_note(_key(program), _SET)
+    place.write_note(_key(program), _SET, wire.pack(settings).decode("latin-1"))
 
 
 def with_settings(variables: "Mapping[str, str]", settings: list[list[str]]) -> dict[str, str]:

@@ -8,7 +8,7 @@ kind are a `NotUnderstood`. A packet arrives whole or not at all. What the packe
 `messages`.
 
 Not `marshal`: it is for trusted bytes, and a process that one has confined under the same user id
-may listen at a socket, ask a template what it is, or be a program that has dropped its rights.
+may listen at a socket, or be a program that has dropped its rights.
 
 Everything that starts a program imports this first, so it imports little: not `socket` and `json`,
 which take longer than all that a caller does.
@@ -119,29 +119,6 @@ def connect(path: str, timeout_s: float) -> "Socket":
         channel.close()
         raise
     return channel
-
-
-def pair() -> "tuple[Socket, Socket]":
-    """Return two such sockets, connected to each other."""
-    return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
-
-
-def fork() -> "tuple[int, Socket]":
-    """Fork; return the process id, which is 0 in the copy, and a socket to the other process.
-
-    Raises:
-        OSError: no descriptor, no process or no memory is left.
-    """
-    ours, theirs = pair()
-    try:
-        pid = os.fork()
-    except OSError:
-        ours.close()
-        theirs.close()
-        raise
-    kept, other = (ours, theirs) if pid else (theirs, ours)
-    other.close()
-    return pid, kept
 
 
 def take(fd: int) -> "Socket":

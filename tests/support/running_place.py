@@ -71,8 +71,9 @@ class Running:
     @contextlib.contextmanager
     def held_back(self, name, environment=None):
         """Have the template of a name never get ready, in a block; yields the name."""
-        asked = "from shmload._templates import kind, place; import sys\n"
-        asked += f"print(place.socket_of(kind.key_of_this_process({name!r})))"
+        asked = "from shmload._templates import identity, place, variables\n"
+        asked += f"key = identity.key_of({name!r}, variables.first_environment())\n"
+        asked += "print(place.socket_of(key))"
         found = self.run(
             [sys.executable, "-c", asked], env=environment or self.environment, check=True
         )
@@ -88,7 +89,7 @@ class Running:
         deadline = time.monotonic() + deadline_s
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_RUNTIME_DIR", self.environment["XDG_RUNTIME_DIR"])
-            while not holds(found := list(look.templates())):
+            while not holds(found := look.templates()):
                 assert time.monotonic() < deadline, found
                 time.sleep(_LOOK_AGAIN_S)
         return found

@@ -1,4 +1,4 @@
-"""`shmload run` without a terminal: signals to a group, and what a program leaves behind."""
+"""`shmload run` without a terminal: what a program leaves behind."""
 
 import os
 import select
@@ -51,26 +51,6 @@ def pair(running):
 
 def has_ended(fd, timeout_s=_DEADLINE_S):
     return bool(select.select([fd], [], [], timeout_s)[0])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_signal_to_the_group_of_the_caller_ends_what_the_program_has_started(pair, number):
-    caller, program, child, _ = pair()
-    os.killpg(caller.pid, number)
-    assert has_ended(program)
-    assert has_ended(child)
-    assert caller.wait(_DEADLINE_S) == -number
-
-
-def test_signal_to_a_group_reaches_each_process_once_and_one_to_the_caller_the_program(pair):
-    caller, _, _, (program, child) = pair()
-    os.killpg(caller.pid, signal.SIGUSR1)
-    assert sorted(caller.stdout.readline() for _ in "12") == sorted(
-        f"got by {pid}\n" for pid in (program, child)
-    )
-    for _ in range(20):
-        caller.send_signal(signal.SIGUSR1)
-        assert caller.stdout.readline() == f"got by {program}\n"
 
 
 def test_signal_to_the_caller_alone_leaves_what_the_program_has_started(pair):

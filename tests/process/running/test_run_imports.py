@@ -1,39 +1,4 @@
-"""`shmload run`: packages that import names on first use, and imports in several threads."""
-
-import pytest
-
-_LAZY = """
-import importlib
-_class_to_module = {"Model": "models"}
-def __getattr__(name):
-    if name not in _class_to_module:
-        raise AttributeError(name)
-    value = getattr(importlib.import_module(f"{__name__}.{_class_to_module[name]}"), name)
-    globals()[name] = value
-    return value
-"""
-_USES_A_NAME = """
-import sys
-import lazy
-print("lazy.models" in sys.modules)
-kind = lazy.Model
-print(sys.modules[kind.__module__].Model is kind)
-"""
-
-
-def test_module_of_a_lazy_name_is_there_with_it(running):
-    """The template has used the name, so the package has kept it."""
-    package = running.folder / "site" / "lazy"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(_LAZY)
-    (package / "models.py").write_text("class Model:\n    pass\n")
-    (package.parent / "user.py").write_text("from lazy import Model\n")
-    running.environment["PYTHONPATH"] = str(package.parent)
-    running.shmload("template", "stop")
-    running.start_template(["user"])
-    done = running.shmload("run", "-v", "-c", _USES_A_NAME)
-    assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
-
+"""`shmload run`: imports in several threads."""
 
 _COUNT = 60
 _IN_THREADS = f"""
@@ -57,7 +22,6 @@ print(sum(found))
 """
 
 
-@pytest.mark.slow
 def test_threads_import_at_once(running):
     """Each module needs the next one; one thread begins at either end. No module runs twice."""
     package = running.folder / "site" / "chain"

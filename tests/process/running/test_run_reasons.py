@@ -7,13 +7,10 @@ import sys
 import pytest
 
 _DEADLINE_S = 60.0
-_SUBREAPER = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); " \
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"  # fmt: skip
-
 # By the reason: a line for the shell, where $RUN is the command.
 WAYS = {
     "it is read from standard input": "echo 'print(1)' | $RUN -",
-    "it is not a file or directory": "echo 'print(1)' | $RUN /dev/stdin",
+    "it is not a file": "echo 'print(1)' | $RUN /dev/stdin",
     "it is interactive": "$P -i -m shmload run -v -c 'print(1)'",
     "a standard stream is closed": "$RUN -c 'print(1)' <&-",
     "it inherits very many descriptors":
@@ -23,14 +20,13 @@ WAYS = {
     "has a json of its own": "$RUN beside/app.py",
     "the program set TZ before": "$RUN -c 'import os; os.environ[\"TZ\"] = \"UTC\"; import numpy; "
         "print(1)'",
-    "the program has put another": "$RUN -c 'import sys; sys.path.insert(0, \"beside\"); "
-        "import json; print(1)'",
-    "limits cannot be taken over": "ulimit -v 8000000; $RUN -c 'print(1)'",
-    "Too many open files": "ulimit -n 5; $RUN -c 'print(1)'",
+    "the program has put another": "$RUN -c 'import sys; sys.path.insert(0, \"other\"); "
+        "import numpy'",
+    "there is no template yet": "ulimit -c 1; $RUN -c 'print(1)'",
+    "options of Python are given": "$RUN -X dev -c 'print(1)'",
+    "a template cannot be started": "ulimit -n 5; $RUN -c 'print(1)'",
     "the template does not answer": "kill -STOP $PID; $RUN -c 'print(1)'; kill -CONT $PID",
     "the template is not ready yet": "$RUN --template cold -c 'print(1)'",
-    "a subreaper starts none":
-        "$P -c \"$SUBREAPER\" -m shmload run -v --template none -c 'print(1)'",
     "lets other users rename": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
     "there can be no template": "$RUN --template odd -c 'print(1)'",
 }  # fmt: skip
@@ -42,6 +38,8 @@ def variables(running):
     work = running.work
     (work / "beside").mkdir()
     (work / "beside/json.py").write_text("")
+    (work / "other").mkdir()
+    (work / "other/numpy.py").write_text("print(1)")
     (work / "beside/app.py").write_text("import json; print(1)")
     (work / "open/shmload").mkdir(parents=True, mode=0o777)
     (work / "open/shmload").chmod(0o777)
@@ -49,9 +47,8 @@ def variables(running):
     make = "import py_compile; py_compile.compile('compile_it.py', 'compiled.pyc')"
     subprocess.run([sys.executable, "-c", make], cwd=work, check=True, timeout=_DEADLINE_S)
     given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
-    given["SUBREAPER"] = _SUBREAPER
-    asked = "from shmload._templates import kind, place\n"
-    asked += "key = kind.key_of_this_process('odd')\n"
+    asked = "from shmload._templates import identity, place, variables\n"
+    asked += "key = identity.key_of('odd', variables.first_environment())\n"
     asked += "place.write_note(key, 'failed', 'there can be no template')"
     given |= running.environment
     subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,

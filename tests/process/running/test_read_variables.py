@@ -1,0 +1,45 @@
+"""The variables that libraries read on import: those that decide about a template have all."""
+
+import sys
+
+import pytest
+from children import run_to_end
+
+from shmload._host.variables import is_of_import
+from shmload._templates.start import MODULES
+
+pytestmark = pytest.mark.libraries
+# What a terminal, a continuous integration or a compiler sets; `READ_LATER` is read by loads.
+_OTHERS = {
+    "CI", "CLAUDE_CONFIG_DIR", "COLUMNS", "CXX", "HF_DEACTIVATE_ASYNC_LOAD", "LINES", "PATH",
+    "SM_HP_MP_PARAMETERS", "DUMP_AOTI_MINIFIER", "FAKE_ALLOW_META", "_CHECK_PEFT",
+    "_PYTHON_PROJECT_BASE", "_PYTHON_SYSCONFIGDATA_NAME",
+}  # fmt: skip
+_WATCH = """
+import importlib, os, sys
+read = set()
+kind = type(os.environ)
+class Watched(kind):
+    def __getitem__(self, name):
+        if not copies:
+            read.add(name)
+        return super().__getitem__(name)
+    def __iter__(self):
+        names = list(super().__iter__())
+        copies.append(1)  # a copy of all variables is no interest in one
+        yield from names
+        copies.clear()
+copies = []
+os.environ.__class__ = Watched
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+os.environ.__class__ = kind
+print(*sorted(read))
+"""
+
+
+def test_variables_that_libraries_read_on_import_are_known():
+    ended = run_to_end([sys.executable, "-c", _WATCH, *MODULES], check=True)
+    read = ended.stdout.split()
+    assert "HF_HOME" in read
+    assert [name for name in read if not is_of_import(name) and name not in _OTHERS] == []
