@@ -162,13 +162,6 @@ def rollup_nbytes(pid: int, kind: str, proc: Path = Path("/proc")) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
 
 
-def free_nbytes() -> int:
-    """Return how much memory this process may still take, in bytes."""
-    limit = cgroup_free_nbytes()
-    free = machine_free_nbytes()
-    return free if limit is None else min(free, limit)
-
-
 def cgroup_free_nbytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:

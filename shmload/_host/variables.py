@@ -7,16 +7,21 @@
 # watched while they read; what Python code reads is, in a test.
 _FAMILIES = (
     "ACCELERATE_", "AOTINDUCTOR_", "AOT_", "BLIS_", "COMPILE_STROBELIGHT_", "COVERAGE_",
-    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "DISABLE_TELEMETRY", "DO_NOT_TRACK",
-    "EAGER_IMPORT", "ENABLE_", "FORCE_COLOR", "FX_", "GOMP_", "GOTO_", "HF_", "HOME",
-    "HUGGINGFACE_", "INDUCTOR_", "KINETO_", "KMP_", "LANG", "LC_", "LD_", "LOGLEVEL", "LOG_",
+    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "FORCE_COLOR", "GOMP_", "GOTO_",
+    "HF_", "HOME", "HUGGINGFACE_", "INDUCTOR_", "KINETO_", "KMP_", "LANG", "LC_", "LD_",
     "MALLOC_", "MKL_", "MPMATH_", "NCCL_", "NO_COLOR", "NPU_", "NPY_", "NUMEXPR_", "NUMPY_",
     "NVIDIA_", "OAUTH_", "OMP_", "OPENBLAS_", "OPENID_", "OPENSSL_", "PARTITIONER_", "PILLOW_",
-    "PT2_", "PYTHON", "PYTORCH_", "RAYON_", "SAFETENSORS_", "SAGE_", "SHMLOAD_", "SSL_", "SYMPY_",
+    "PT2_", "PYTHON", "PYTORCH_", "RAYON_", "SAFETENSORS_", "SHMLOAD_", "SSL_", "SYMPY_",
     "TMPDIR", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TZ", "UNSAFE_", "USE_", "VECLIB_",
     "VIRTUAL_ENV", "XDG_", "XLA_",
 )  # fmt: skip
-_NAMES = frozenset({"LNAME", "LOGNAME", "TEMP", "TMP", "USER", "USERNAME"})
+_NAMES = frozenset({
+    "DISABLE_TELEMETRY", "DO_NOT_TRACK", "EAGER_IMPORT", "ENABLE_PERSISTENT_TMA_MATMUL",
+    "ENABLE_TEMPLATE_TMA_STORE", "ENABLE_TMA_LOAD_FOR_TEMPLATE_EPILOGUE",
+    "FX_NET_ACC_SPLITTER_TRACKER_DUMP_PATH", "FX_NET_ACC_SPLITTER_TRACKER_MODE",
+    "FX_PATCH_GETITEM", "LNAME", "LOGLEVEL", "LOGNAME", "LOG_AUTOTUNE_RESULTS", "LOG_TLPARSE",
+    "SAGE_ROOT", "TEMP", "TMP", "USER", "USERNAME",
+})  # fmt: skip
 
 READ_LATER = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
 """Read when a model is loaded: shmload sets it for that time."""

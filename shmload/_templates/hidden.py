@@ -45,6 +45,8 @@ class Hidden(MetaPathFinder):
         self._before = read_state()
         self.modules: dict[str, ModuleType] = {}
         """The hidden modules, by name."""
+        self._all: dict[str, ModuleType] = {}
+        """These, and what the imports have brought of the standard library."""
         self._changes: Changes = []
         """What the imports have changed."""
         self._exits: Exits = []
@@ -82,8 +84,9 @@ class Hidden(MetaPathFinder):
         change_state(differences(read_state(), self._before))
         forget_exits(self._take_out_all)
         register_exits([each for each in self._exits if _is_of_python(_home_of(each[0]))])
-        shown = {*self._known, "__mp_main__"}
-        names = [n for n in sys.modules if n not in shown and not _is_of_python(n)]
+        known = {*self._known, "__mp_main__"}
+        self._all = {name: m for name, m in sys.modules.items() if name not in known}
+        names = [name for name in self._all if not _is_of_python(name)]
         self.modules = {name: sys.modules.pop(name) for name in names}
         loggers = logging.root.manager.loggerDict.items()
         self._loggers = [
@@ -92,7 +95,7 @@ class Hidden(MetaPathFinder):
             if isinstance(each, logging.Logger) and not _is_of_python(name)
         ]
         # Never freed: Python would take all of this apart when the program ends, for nothing.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.modules))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._all))
 
     def shadowed_in(self, folder: str) -> str | None:
         """Return a module of the template that a file in this directory would replace, or None."""
@@ -201,8 +204,9 @@ class Hidden(MetaPathFinder):
         It would copy thousands of pages to that end, 0.1 s of them with the libraries. The
         program's own modules go as ever.
         """
-        for name, module in self.modules.items():
-            if sys.modules.get(name) is module:
+        # Not the other way around: to look at a module that was not given means to copy its page.
+        for name, module in list(sys.modules.items()):
+            if self._all.get(name) is module:
                 del sys.modules[name]
 
 
