@@ -58,9 +58,6 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   └── PeerRefused (PermissionError)
     ├── ProtocolError
     ├── NodeError
-    │   ├── NodeLost
-    │   ├── NodeTimeout (TimeoutError)
-    │   └── NodeFailed
     ├── TemplateUnavailable
     ├── ViewRefused (OSError)
     └── SegmentError

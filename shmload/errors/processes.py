@@ -235,41 +235,12 @@ class ResultsUnfinished(ResultsError, FileNotFoundError):
 
 
 class NodeError(ShmloadError):
-    """A node of a cluster failed.
+    """A node of a cluster died, missed the deadline, or failed otherwise.
 
     Attributes:
         node_id: the cluster's name for the node.
-        address: the node's address, or empty if it is not known.
     """
 
-    def __init__(self, node_id: str, address: str, reason: str) -> None:
+    def __init__(self, node_id: str, reason: str) -> None:
         self.node_id = node_id
-        self.address = address
-        super().__init__(f"node {node_id[:12]}{f' at {address}' if address else ''}: {reason}")
-
-
-class NodeLost(NodeError):
-    """A node, or the process that worked there, ended before its work was done."""
-
-    def __init__(self, node_id: str, address: str, how: str) -> None:
-        super().__init__(
-            node_id, address, f"{how}; call again once it is back, other nodes keep what they have"
-        )
-
-
-class NodeTimeout(NodeError, TimeoutError):
-    """A node did not finish within the deadline."""
-
-    def __init__(self, node_id: str, address: str, timeout_s: float) -> None:
-        super().__init__(
-            node_id,
-            address,
-            f"not done after {timeout_s:g} s; raise timeout_s, or see whether it starts processes",
-        )
-
-
-class NodeFailed(NodeError):
-    """A node raised an error that is not from shmload; the traceback is a note."""
-
-    def __init__(self, node_id: str, address: str, how: str) -> None:
-        super().__init__(node_id, address, f"{how}; a note of this error says where")
+        super().__init__(f"node {node_id[:12]}: {reason}")

@@ -30,7 +30,7 @@ ERRORS = [
     shmload.WorkerStalled("a.safetensors", 60.0),
     shmload.ServiceSilent("service.sock", 10.0, 7),
     shmload.PeerRefused("somebody else"),
-    shmload.NodeTimeout("0f", "192.0.2.1", 10.0),
+    shmload.NodeError("0f", "it has died"),
     shmload.SegmentNotFound("shmload-0-ab", ["shmload-0-cd"]),
     shmload.AmbiguousName("flux", ["flux-dev", "flux-schnell"]),
     shmload.SegmentBusy({"shmload-0-ab": [7]}, ["shmload-0-cd"]),

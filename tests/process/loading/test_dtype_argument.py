@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import shmload
-from shmload.integrations import dataprep, fsdp
+from shmload.integrations import dataprep
 
 
 def _enter(source, **kwargs):
@@ -23,7 +23,6 @@ DOORS = {
     "share": shmload.share,
     "Handle.of": shmload.Handle.of,
     "dataprep.Job": dataprep.Job,
-    "fsdp.load_sharded": lambda source, **kwargs: fsdp.load_sharded(source, "unet", **kwargs),
 }
 
 

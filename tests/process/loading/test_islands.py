@@ -12,7 +12,6 @@ import shmload
 
 ISLANDS = {
     "data-prep": ("integrations/dataprep",),
-    "sharding": ("_sharding", "integrations/fsdp.py", "integrations/zero.py"),
     "Ray": ("integrations/ray.py",),
     "redirect": ("_redirecting", "integrations/redirect.py"),
     "doctor": ("_doctor",),
