@@ -20,7 +20,7 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 5
+VERSION: Final = 6
 """To be increased with every change of a message."""
 
 
