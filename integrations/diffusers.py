@@ -108,10 +108,9 @@ def load_pipeline(
         keep: leave the segments resident for the next process; with True also what this call has
             built of them, which later calls get, with or without `keep`. `converted`: only segments
             that had to be made; local files that have the wanted dtypes are mapped themselves, as
-            with False. False: new
-            segments belong to this pipeline and go with its last tensor; segments that were
-            resident stay, and so do those that a running service decodes; weights that all go to
-            accelerators pass through a ring instead of segments.
+            with False. False: new segments belong to this pipeline and go with its last tensor;
+            segments that were resident stay; weights that all go to accelerators pass through a
+            ring instead of segments.
         share: let other processes attach the segments as long as any process has them. None means
             True for one of several ranks on this host, and keeps the segments at least until all
             ranks have attached them; it means False with `max_host_memory`, or when there is room

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmload._building.call import forget
 from shmload._building.keys import Incomparable, is_chosen_elsewhere, key_of
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
@@ -82,7 +83,9 @@ def mix(
     def make(models: Mapping[str, Any]) -> Any:
         return load(**models) if models else _fused(load(), adapters)
 
-    return once(key, make, keep=True)
+    made = once(key, make, keep=True)
+    forget(made)  # the call for the base would not make it again
+    return made
 
 
 def _adapter(lora: _Lora) -> _Adapter:

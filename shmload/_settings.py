@@ -86,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     loads may give back in the service's budget or in `budget`, in seconds."""
 
     service: ServiceUse = "auto"
-    """Whether a service decodes. `auto`: if one runs; `off`: never; `require`: an error without
+    """Whether loads use a service. `auto`: if one runs; `off`: never; `require`: an error without
     one."""
 
     socket: Path | None = None

@@ -92,8 +92,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
                     self.route.destination.require_no_limit(self.source, reason)
                 logger.log(way.level, "%s: %s", self.source.given, way.closed)
         except BaseException as exc:
-            # Modules live on in the locals of the functions that the error passed through, and
-            # hooks and modules refer to each other: nothing of them is to stay mapped.
+            # The frames of the traceback keep models alive, and models refer to themselves.
             forget_locals(exc, before)
             gc.collect()
             raise
@@ -121,6 +120,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             from shmload._building.build import Build
 
             state = torch.get_rng_state()
+            closing: tuple[type[Exception], ...] = (BytesNeeded, *way.gives_up_on)
             build = Build(taken, self.maker, rules, load, self.dtype, self.kwargs)
             try:
                 with self.progress.steps.during(Step.BUILDING):
@@ -132,8 +132,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
                             linger(load.holdings.segments())
                         return made
                 if way.ring:
-                    raise BytesNeeded
-            except BytesNeeded:
+                    raise BytesNeeded("its dtypes are others than foreseen")
+            except closing:
                 # The libraries draw missing weights at random: the next build draws the same ones.
                 torch.set_rng_state(state)
                 raise

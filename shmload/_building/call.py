@@ -93,7 +93,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             from shmload._building.attempt import load  # a load that is recalled needs none of it
 
             given = {**own_quantisers(kwargs), **models}
-            return load(found, maker, dtype, self.options, given, title=self.wanted.title)
+            # Models that are kept need no bytes of their files.
+            needed = tuple(each for each in found.checkpoints if each.component not in models)
+            source = msgspec.structs.replace(found, checkpoints=needed)
+            return load(source, maker, dtype, self.options, given, title=self.wanted.title)
 
         return once(
             key_of_load(self.cls, found, maker, dtype, self.options, kwargs),
@@ -130,6 +133,11 @@ _calls: dict[int, Call] = {}
 def call_of(thing: object) -> Call | None:
     """Return the call that has made a pipeline or model; None if none is known."""
     return _calls.get(id(thing))
+
+
+def forget(made: object) -> None:
+    """Forget the call that has made a pipeline, which has changed since."""
+    _calls.pop(id(made), None)
 
 
 def note(returned: Any, call: Call) -> None:

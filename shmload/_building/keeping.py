@@ -38,7 +38,8 @@ _DTYPES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _BLOCK_NBYTES = 64 << 20
 # The names of the needed ones lie in the header's text, whose length is limited.
 _MOST_NEEDED = 400
-# Of a segment: who uses less has a copy. A few norms of a quantised model would keep its base.
+# An object that uses a smaller share of a segment copies that share. Else a few norms of a
+# quantised model would keep its base.
 _LEAST_USE = 0.1
 
 
@@ -84,9 +85,9 @@ def store(
     put_together(apart.structure, storages.__getitem__)
     with _Lenders() as lenders:
         own, places = _place(apart.regions, lenders)
+        if lenders.count > _MOST_NEEDED:
+            raise CannotKeep(f"it needs {lenders.count} segments")
         needs = lenders.keep()
-        if len(needs) > _MOST_NEEDED:
-            raise CannotKeep(f"it needs {len(needs)} segments")
         record = Record(structure=apart.structure, regions=places, code=code)
         metadata = msgspec.structs.replace(metadata, needs=needs, dtype=lenders.dtype())
         segment = _write(part, record, metadata, own, is_pinned=is_pinned)
@@ -148,12 +149,21 @@ class _Lenders:
     def find(self, inode: Inode) -> Segment | None:
         """Return a segment; None if it has gone."""
         if inode not in self._segments:
-            self._segments[inode] = attach(self._names[inode])
+            found = attach(self._names[inode])
+            if found and found.inode != inode:  # removed, and decoded again
+                found.close()
+                found = None
+            self._segments[inode] = found
         return self._segments[inode]
 
     def need(self, inode: Inode) -> int:
         """Note that a segment is needed; return its number among those."""
         return self._needed.setdefault(inode, len(self._needed))
+
+    @property
+    def count(self) -> int:
+        """How many are needed."""
+        return len(self._needed)
 
     def keep(self) -> tuple[str, ...]:
         """Make those that are needed resident, and return their names.

@@ -33,6 +33,7 @@ from shmload._version import __version__
 _VERSION = 1
 _LIBRARIES = ("diffusers", "transformers")
 _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
+_SEEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Of a single file.
 _CONFIGS = ("config", "original_config")
 # Plain values that have the library run other code, or return something else.
@@ -42,7 +43,7 @@ _MEANS_MORE = {
 
 
 class Key(NamedTuple):
-    """What tells an object from all others."""
+    """Identifies what a load builds."""
 
     name: str
     """Of its segment."""
@@ -185,8 +186,8 @@ def key_of(
         "defaults": defaults,
         "python": [sys.version, sys.prefix, sys.flags.optimize, platform.machine()],
         # Without a GPU transformers makes floats of some quantised weights.
-        "hides_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
-        "packages": sorted({name for folder in sys.path for name in _distributions(folder)}),
+        "hides_gpus": [os.environ.get(name) in ("", "-1") for name in _SEEN_GPUS],
+        "packages": [name for folder in sys.path for name in _distributions(folder)],
         "variables": sorted(each for each in os.environ.items() if each[0].startswith(_VARIABLES)),
     }
     try:
@@ -232,7 +233,10 @@ def _defaults() -> list[str] | None:
 
 
 def _lacks_weights() -> bool:
-    """Tell whether transformers reads weights in rank 0 alone, which FSDP sends to the others."""
+    """Tell whether transformers reads only a part of the weights, for FSDP or DeepSpeed ZeRO-3."""
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
+        return True
     asked = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
     return asked.lower() not in ("", "0", "false")
 
@@ -241,8 +245,8 @@ def _distributions(folder: str) -> list[str]:
     """Return name, version and time of the packages that are installed in a directory."""
     try:
         with os.scandir(folder) as found:
-            own = [each for each in found if each.name.endswith(".dist-info")]
-            return [f"{each.name} {each.stat().st_mtime_ns}" for each in own]
+            own = [each for each in found if each.name.endswith((".dist-info", ".egg-info"))]
+            return sorted(f"{each.name} {each.stat().st_mtime_ns}" for each in own)
     except OSError:
         return []
 

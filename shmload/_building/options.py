@@ -49,12 +49,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             self.progress(nbytes, nbytes)
 
     @property
-    def others(self) -> dict[str, Any]:
-        """All but `keep`, by name."""
-        given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if name != "keep"}
-
-    @property
     def devices(self) -> dict[str, Any]:
         """What says where the weights go, by name."""
         return {

@@ -38,9 +38,9 @@ Models = Mapping[str, "torch.nn.Module"]
 Make = Callable[[Models], Any]
 """Builds an object with the library, around the models that are there already."""
 
-# Of what does not hold any more, the next one is made here.
+# If what is kept does not hold any more, it is removed once, and built anew.
 _TRIES = 2
-# Of this much the first process does not stay with its private copy, in bytes.
+# From this size on, in bytes, the first process drops its private copy and maps what it kept.
 _MUCH_NBYTES = 1 << 20
 
 
@@ -53,7 +53,7 @@ class Level(enum.Enum):
 
 
 class _Making(threading.local):
-    """What a thread makes now: a function that it calls meanwhile may load the same."""
+    """The names that this thread builds: a load of the same within must not wait for itself."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -201,7 +201,8 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
         with kept.segment as segment:
             if level is Level.WHOLE and kept.copied_nbytes >= _MUCH_NBYTES:
                 recalled = _recall(segment, key)  # the one copy; what was made goes
-                return recalled.thing if recalled else made
+                is_whole = recalled is not None and recalled.level is Level.WHOLE
+                return recalled.thing if recalled and is_whole else made
         return made
     keep_nothing(part, built_metadata(key.file, f"{Level.NOTHING.value}: {reason}"))
     return made

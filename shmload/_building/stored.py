@@ -75,7 +75,7 @@ class Opened:
         at = begins[STRUCTURE]
         try:
             record = msgspec.msgpack.decode(self._maps[0][at : at + nbytes], type=Record)
-        except msgspec.ValidationError as exc:
+        except msgspec.DecodeError as exc:
             raise PublicationBroken(source, f"another shmload has made it: {exc}") from exc
         if record.structure is None:
             raise PublicationBroken(source, "nothing is kept of it")
@@ -167,6 +167,6 @@ def _code_of(segment: Segment) -> dict[str, Stamp]:
     for spec in header.tensors:
         if spec.name == STRUCTURE:
             raw = os.pread(segment.fd, spec.nbytes, header.data_offset + spec.begin)
-            with contextlib.suppress(msgspec.ValidationError):  # of another shmload
+            with contextlib.suppress(msgspec.DecodeError):  # of another shmload
                 return msgspec.msgpack.decode(raw, type=Record).code
     return {}

@@ -79,6 +79,8 @@ def take_apart(thing: Any) -> Apart:
     pickler = _Pickler(buffer)
     try:
         pickler.dump(thing)
+    except (OSError, MemoryError):  # no property of the object
+        raise
     except Exception as exc:
         path, reason = _find_culprit(thing, exc)
         raise CannotKeep(f"{path}: {reason}" if path else reason) from exc

@@ -8,6 +8,7 @@ Python locks each module while a thread imports it. In a child that lock stays, 
 same module waits for ever. The libraries have locks too, which a child finds as they were.
 """
 
+import concurrent.futures.thread  # noqa: F401 what it does before a fork has to come after ours
 import contextlib
 import importlib
 import os

@@ -266,8 +266,7 @@ def view(
             floats get it.
         components: as for `warm`.
         variant: as for `warm`.
-        keep: leave the segments resident. False: new segments go with the last tensor over them,
-            unless a service decoded them.
+        keep: leave the segments resident. False: new segments go with the last tensor over them.
         workers: as for `warm`.
         verify: as for `warm`.
         progress: as for `warm`.
@@ -279,7 +278,7 @@ def view(
 
     Raises:
         As `warm`. An error that the block raises passes through. It has the source's path in its
-        text instead of the view's, as have log records and warnings during the block.
+        text instead of the view's.
     """
     require_bools(keep=keep, verify=verify)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)

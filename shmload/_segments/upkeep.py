@@ -147,7 +147,8 @@ def collect_garbage() -> list[str]:
         The names that were removed.
     """
     # What earlier versions remembered of built models.
-    shutil.rmtree(settings().cache_dir / "skeletons", ignore_errors=True)
+    for of_an_older_release in ("classes", "skeletons"):
+        shutil.rmtree(settings().cache_dir / of_an_older_release, ignore_errors=True)
     outdated = [info.name for info in segments_by_lock()[::-1] if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.
     gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle
