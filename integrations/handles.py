@@ -1,130 +1,62 @@
 """Handles: a few hundred bytes with which any process of this host attaches a shared pipeline."""
 
 import contextlib
+import hashlib
 import os
 import weakref
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import msgspec
 
+from shmload._building.classes import name_class
 from shmload._building.makers import PipelineMaker
-from shmload._building.recipe import Recipe, identity_of
+from shmload._checkpoints.formats.known import format_named
+from shmload._checkpoints.identity import lasting_key
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
-from shmload._checkpoints.source import Source
+from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.source import Source, files_of
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
-from shmload._host.collector import paused_gc
-from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import How, complete_load, find_with_rules
-from shmload._segments.lease import Lease
+from shmload._loading.progress import Callback
 from shmload._segments.removal import remove_leftovers
-from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
 
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+# Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
+_SMALL_NBYTES = 32 << 20
 
 # The pipelines of this process, by their handles' text.
-_loaded: "dict[str, DiffusionPipeline]" = {}
+_loaded: dict[str, Any] = {}
 _loading = add_lock("the pipelines of handles")
 
+_texts = msgspec.json.Decoder(tuple[dict[str, Any], str])
+"""Reads the arguments of `load_pipeline`, and a digest of the source's files."""
 
-class Handle:
+
+@dataclass(frozen=True)
+class Handle(contextlib.AbstractContextManager["Handle"]):
     """A shared pipeline, for any process of this user on this host.
 
-    It pickles to a few hundred bytes, however large the pipeline is: it says where the segments
-    are, and does not contain them. The handle that `share` returns holds the segments until it is
-    closed. Its copies in other processes hold nothing until they are loaded.
+    It pickles to a few hundred bytes, however large the pipeline is: it says what to load, and
+    contains no weights. The handle that `share` returns has loaded, and holds the segments until it
+    is closed. Copies of a handle in other processes hold nothing until they load.
 
     A context that closes the handle.
+
+    Raises:
+        ArgumentError: the text is not that of a handle.
     """
 
-    def __init__(self, recipe: Recipe, leases: Collection[Lease] = ()) -> None:
-        self._recipe = recipe
-        self._closing = weakref.finalize(self, _close_all, leases)
-        self._closing.atexit = False  # leases see to that themselves
+    text: str
+    """The handle as one line of JSON, for an environment variable or a message."""
+    _held: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Of the handle that `share` returned: its pipeline."""
 
-    def load(self) -> Any:
-        """Return the pipeline, attached to the shared segments.
-
-        The first call in a process builds the pipeline; later calls return the same object, so it
-        is cheap to call for every item. A forked child has the pipeline that its parent loaded. If
-        torch's threads were running at the fork, torch uses one thread in the child: it lacks
-        those threads and would wait for them forever.
-
-        Components with weights that were not shared are None.
-
-        If no process holds the segments any more, they are decoded and shared again. After `close`
-        the handle keeps no pipeline: each call builds another one.
-
-        Raises:
-            SourceChanged: the source's files have changed since they were shared.
-            ShmloadError: as `load_pipeline`.
-        """
-        key = self.text
-        limit_inherited_threads()
-        with _loading:
-            if not self._closing.alive:
-                return self._load()
-            if key not in _loaded:
-                _loaded[key] = self._load()
-            return _loaded[key]
-
-    def close(self) -> None:
-        """Give back the leases that this handle holds; a second call does nothing.
-
-        Pipelines loaded from it, here or in other processes, stay valid and shared. This process
-        forgets its pipeline, which lives on as long as other code refers to it.
-        """
-        _loaded.pop(self.text, None)
-        self._closing()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def text(self) -> str:
-        """The handle as one line of JSON, for an environment variable or a message."""
-        return msgspec.json.encode(self._recipe).decode()
-
-    @property
-    def identity(self) -> str:
-        """A digest of the source's files, the same on each host that has them in a hub cache.
-
-        Any change of a file gives another one, but for a blob of a hub cache that keeps its name
-        and its size: its bytes are not compared.
-        """
-        return self._recipe.identity
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What the pipeline's results depend on, as text by name."""
-        recipe = self._recipe
-        named = {"pipeline_class": recipe.pipeline_class} if recipe.pipeline_class else {}
-        return named | {
-            "pipeline": recipe.identity,
-            # Under its older name, or a folder of results that was begun before would not go on.
-            "torch_dtype": msgspec.json.encode(recipe.dtype).decode(),
-            "components": "all" if recipe.components is None else ",".join(recipe.components),
-        }
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Return the handle with a text that `text` gave.
-
-        Raises:
-            ArgumentError: the text is not that of a handle.
-        """
-        try:
-            return cls(msgspec.json.decode(text, type=Recipe))
-        except msgspec.MsgspecError as exc:
-            raise ArgumentError(f"{text[:80]!r} is not the text of a handle: {exc}") from exc
+    def __post_init__(self) -> None:
+        self._read()
 
     @classmethod
     def of(
@@ -140,76 +72,113 @@ class Handle:
         """Return a handle without decoding: the first process that loads it decodes.
 
         Args:
-            source: as for `share`.
-            pipeline_class: as for `share`.
-            dtype: as for `share`.
-            components: as for `share`.
-            variant: as for `share`.
-            hub_kwargs: as for `share`.
+            source: a pipeline's directory, or a hub id.
+            pipeline_class: as for `load_pipeline`; other processes must be able to import it.
+            dtype: as for `load_pipeline`.
+            components: only these of the components with weights; None for all.
+            variant: as for `from_pretrained`.
+            hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`. A
+                token does not go into the handle.
 
         Raises:
             SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
             ArgumentError: there is no class of that name, or no other process can import it.
         """
-        maker = PipelineMaker(pipeline_class)
         wanted = Wanted.parse(
             source, dtype, components, variant, hub_kwargs, function=cls.of, is_pipeline=True
         )
         found = find_whole_source(wanted)
-        _require_pipeline(found)
-        with whole_libraries():
-            maker.import_classes(found)
-        return cls(Recipe.of(wanted, found, pipeline_class))
+        if not found.is_pipeline:
+            raise SourceNotFound(found.given, "no pipeline; give a directory or hub id of one")
+        dtype = settle_dtype(wanted.dtype, found)
+        arguments = msgspec.structs.replace(wanted, dtype=dtype).arguments
+        if pipeline_class is not None:
+            with whole_libraries():
+                PipelineMaker(pipeline_class).import_classes(found)
+            arguments["pipeline_class"] = name_class(pipeline_class)
+        return cls(msgspec.json.encode((arguments, _digest(found, wanted.components))).decode())
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the handle with a text that `text` gave; raise as the constructor."""
+        return cls(text)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the pipeline's results depend on, as text by name.
+
+        `pipeline` is a digest of the source's files, the same on each host that has them in a hub
+        cache. Any change of a file gives another one, but for a blob of a hub cache that keeps its
+        name and its size: its bytes are not compared. The arguments are JSON; those that were not
+        given are left out.
+        """
+        given, digest = self._read()
+        names = sorted(given.keys() & {"pipeline_class", "dtype", "components"})
+        said = {name: msgspec.json.encode(given[name]).decode() for name in names}
+        return {"pipeline": digest, **said}
+
+    def load(self, **how: Any) -> Any:
+        """Return the pipeline, attached to the shared segments.
+
+        The first call in a process builds the pipeline; later calls return the same object, so it
+        is cheap to call for every item. A forked child has the pipeline that its parent loaded. If
+        torch's threads were running at the fork, torch uses one thread in the child: it lacks
+        those threads and would wait for them forever.
+
+        Components with weights that were not shared are None.
+
+        If no process holds the segments any more, they are decoded and shared again.
+
+        Args:
+            how: `workers`, `verify` and `progress`, as for `load_pipeline`; for the first call.
+
+        Raises:
+            SourceChanged: the source's files have changed since the handle was made.
+            ShmloadError: as `load_pipeline`.
+        """
+        arguments, _ = self._read()
+        limit_inherited_threads()
+        with _loading:
+            if self.text not in _loaded:
+                pipe = load_pipeline(**arguments, **how, share=True)
+                # After the load, which itself notices a file that changes while it reads: if the
+                # files are unchanged now, they were unchanged during the load.
+                if Handle.of(**arguments) != self:
+                    raise SourceChanged(arguments["source"])
+                _loaded[self.text] = pipe
+            return _loaded[self.text]
+
+    def close(self) -> None:
+        """Have this process forget the pipeline; a second call does nothing.
+
+        The pipeline stays valid, here and in other processes, as long as code refers to it. A later
+        `load` loads it again.
+        """
+        _loaded.pop(self.text, None)
+        self._held.clear()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A plain function: datasets hashes what it pickles, and would hash a method's code too.
-        return _revive, (self.text,)
+        return Handle, (self.text,)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and self._recipe == other._recipe
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __repr__(self) -> str:
-        return f"<shmload.Handle {self.text}>"
-
-    def _load(self) -> "DiffusionPipeline":
-        wanted = self._recipe.wanted
-        dtype: Any = wanted.dtype
-        pipe = load_pipeline(
-            wanted.source,
-            pipeline_class=self._recipe.pipeline_class,
-            dtype=dtype,
-            components=wanted.components,
-            variant=wanted.variant,
-            share=True,
-            **wanted.hub.kwargs,
-        )
-        # After the load, which itself notices a file that changes while it reads: if the files are
-        # unchanged now, they were unchanged during the load.
-        if identity_of(find_whole_source(wanted), wanted.components) != self._recipe.identity:
-            raise SourceChanged(wanted.source)
-        return pipe
-
-
-def _revive(text: str) -> Handle:
-    return Handle.from_text(text)
+    def _read(self) -> tuple[dict[str, Any], str]:
+        try:
+            return _texts.decode(self.text)
+        except msgspec.MsgspecError as exc:
+            raise ArgumentError(f"{self.text[:80]!r} is not the text of a handle: {exc}") from exc
 
 
 def share(
     source: str | os.PathLike[str],
     *,
-    pipeline_class: type | str | None = None,
-    dtype: object = None,
-    components: Collection[str] | None = None,
-    variant: str | None = None,
     workers: int | None = None,
     verify: bool = False,
     progress: Callback | bool | None = None,
-    **hub_kwargs: Any,
+    **arguments: Any,
 ) -> Handle:
-    """Decode a pipeline's weights once, for all processes that get the handle.
+    """Load a pipeline, so that its weights are decoded, for all processes that get the handle.
 
     The segments stay as long as this handle is open or any process has them; no clean-up is
     needed. If all these processes are killed at once, the next load of the same pipeline uses the
@@ -217,52 +186,30 @@ def share(
 
     Args:
         source: a pipeline's directory, or a hub id.
-        pipeline_class: as for `load_pipeline`; other processes must be able to import it. Only the
-            components that it takes are decoded.
-        dtype: as for `load_pipeline`.
-        components: only these of the components with weights; None for all.
-        variant: as for `from_pretrained`.
-        workers: as for `warm`.
-        verify: as for `warm`.
-        progress: as for `warm`.
-        hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`. A token
-            does not go into the handle.
+        workers: as for `load_pipeline`.
+        verify: as for `load_pipeline`.
+        progress: as for `load_pipeline`.
+        arguments: as for `Handle.of`: `pipeline_class`, `dtype`, `components`, `variant`, and those
+            of the hub.
 
     Raises:
-        As `warm`; and ArgumentError if there is no class of that name.
+        As `Handle.of`, and as `load_pipeline`.
     """
-    maker = PipelineMaker(pipeline_class)
-    wanted = Wanted.parse(
-        source, dtype, components, variant, hub_kwargs, function=share, is_pipeline=True
-    )
-    with (
-        paused_gc(),
-        Progress(progress, wanted.title) as counter,
-        contextlib.ExitStack() as ending,
-    ):
-        # With a class all components are found here, and narrowed down below.
-        found, rules = find_with_rules(wanted, counter.steps)
-        _require_pipeline(found)
-        recipe = Recipe.of(wanted, found, pipeline_class)
-        with whole_libraries():
-            taken = maker.import_classes(found)
-        how = How(stay=Stay.SHARED, workers=workers, verify=verify)
-        load = ending.enter_context(complete_load(taken, rules, how, counter))
-        # Not inherited by forked children: copies in other processes hold nothing either.
-        leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
+    handle = Handle.of(source, **arguments)
+    weakref.finalize(handle, _loaded.pop, handle.text, None).atexit = False
+    handle._held.append(handle.load(workers=workers, verify=verify, progress=progress))
     remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline
-    return Handle(recipe, leases)
+    return handle
 
 
-def _close_all(leases: Collection[Lease]) -> None:
-    for lease in leases:
-        lease.close()
-
-
-def _require_pipeline(source: Source) -> None:
-    if not source.is_pipeline:
-        raise SourceNotFound(
-            source.given,
-            "not a pipeline (no model_index.json or modular_model_index.json); give a directory or "
-            "hub id of one",
-        )
+def _digest(source: Source, components: Collection[str] | None) -> str:
+    """Return a digest of a pipeline's files, the same on any host that has them in a hub cache."""
+    stamps = []
+    for path in files_of(source, components):
+        found = os.stat(path)
+        stamp = lasting_key(path, found)
+        if found.st_size <= _SMALL_NBYTES and not format_named(path.name):
+            with contextlib.suppress(OSError):  # the library cannot read it either
+                stamp = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        stamps.append((os.path.relpath(path, source.root), stamp))
+    return hashlib.blake2b(repr(stamps).encode(), digest_size=16).hexdigest()

@@ -89,23 +89,22 @@ def is_modular(wanted: object) -> bool:
     return any(name.endswith("ModularPipeline") for name in names)
 
 
-def name_class(found: type, argument: str, library: ModuleType) -> str:
-    """Return a name by which another process finds a class.
-
-    Args:
-        found: the class.
-        argument: which gave it, for the error.
-        library: whose classes need no module before their names.
+def name_class(found: type | str) -> str:
+    """Return a name by which another process finds a pipeline's class; a name as it is.
 
     Raises:
         ArgumentError: no other process can import it.
     """
+    import diffusers
+
+    if isinstance(found, str):
+        return found
     name: str = found.__name__
-    if getattr(library, name, None) is found:
+    if getattr(diffusers, name, None) is found:
         return name
     if found.__module__ == "__main__" or "." in found.__qualname__:
         raise ArgumentError(
-            f"{argument} is {found.__qualname__} of {found.__module__}, which other processes "
+            f"pipeline_class is {found.__qualname__} of {found.__module__}, which other processes "
             "cannot import; put the class into a module"
         )
     return f"{found.__module__}.{found.__qualname__}"

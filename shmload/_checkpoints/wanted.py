@@ -135,24 +135,28 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         """A short name of the source, for people."""
         return os.path.basename(os.path.normpath(self.source)) or str(self.source)
 
-    def settled(self) -> Self:
-        """Return it as texts that mean the same to any process; equal if the same is wanted.
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `load_pipeline`, as values of JSON; equal if the same is wanted.
+
+        They mean the same to any process of this host. What is not a path they do not download
+        again; they have no token.
 
         Raises:
             UnknownDtype: a name is not that of a dtype.
         """
-        given, components = os.fspath(self.source), self.components
-        cache_dir = self.hub.cache_dir
-        hub = msgspec.structs.replace(
-            self.hub, cache_dir=None if cache_dir is None else os.path.abspath(cache_dir)
-        )
-        return msgspec.structs.replace(
-            self,
-            source=os.path.abspath(given) if os.path.exists(given) else given,
-            dtype=torch_names(self.dtype),
-            components=None if components is None else tuple(sorted(set(components))),
-            hub=hub,
-        )
+        given, cache_dir = os.fspath(self.source), self.hub.cache_dir
+        is_path = os.path.exists(given)
+        arguments = {
+            "source": os.path.abspath(given) if is_path else given,
+            "dtype": torch_names(self.dtype),
+            "components": None if self.components is None else sorted(set(self.components)),
+            "variant": self.variant,
+            "revision": self.hub.revision,
+            "cache_dir": None if cache_dir is None else os.path.abspath(cache_dir),
+            "local_files_only": None if is_path else True,
+        }
+        return {name: value for name, value in arguments.items() if value is not None}
 
     @classmethod
     def parse(

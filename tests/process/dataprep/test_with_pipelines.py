@@ -53,7 +53,7 @@ def test_other_weights_or_devices_are_other_results(saved, folder):
         job.write(encode, range(2), folder)
     with (
         dataprep.Job(source, **_ARGUMENTS | {"dtype": "float32", "procs": 0}) as job,
-        pytest.raises(shmload.ResultsMismatch, match="its torch_dtype is"),
+        pytest.raises(shmload.ResultsMismatch, match="its dtype is"),
     ):
         job.write(encode, range(2), folder)
     with (

@@ -72,7 +72,7 @@ def test_blob_that_was_damaged_is_decoded_again_once_it_is_whole(hub_cache, save
     assert is_right()
     assert [info.is_current for info in shmload.segments()].count(False) == 1
     # Handles and folders of results know the blob by its sha256, on each host.
-    assert shmload.Handle.of("org/name", cache_dir=hub_cache.root).identity == handle.identity
+    assert shmload.Handle.of("org/name", cache_dir=hub_cache.root) == handle
 
 
 def test_model_that_is_not_in_the_cache_is_not_found(hub_cache, folder):

@@ -207,7 +207,7 @@ def test_handle_brings_the_class(saved, evicts):
         other = shmload.Handle.of(source, dtype="bfloat16")
         assert other != handle
         assert "pipeline_class" not in other.facts
-        assert handle.facts["pipeline_class"] == "StableDiffusionImg2ImgPipeline"
+        assert handle.facts["pipeline_class"] == '"StableDiffusionImg2ImgPipeline"'
 
 
 def test_handle_of_a_class_that_nobody_else_can_import_is_refused(saved):

@@ -145,28 +145,3 @@ def test_forked_child_that_outlives_its_parent(source, child, shm_names):
     process.say()
     assert process.process.stdout.read() == b""  # it has ended
     assert shm_names() == []
-
-
-def test_handle_of_a_forked_child_holds_nothing(handle, child, shm_names):
-    process = child(
-        """
-import os, sys
-import shmload
-handle = shmload.share(sys.argv[1], torch_dtype="bfloat16", components=["vae"])
-ours, theirs = os.pipe()
-if os.fork() == 0:
-    os.write(theirs, b".")
-    sys.stdin.readline()
-    os._exit(0)
-os.read(ours, 1)  # it has begun
-handle.close()
-print("CLOSED", flush=True)
-os.wait()
-""",
-        handle._recipe.source,
-    )
-    process.expect("CLOSED")
-    handle.close()
-    assert shm_names() == []
-    process.say()
-    assert process.wait() == 0
