@@ -17,7 +17,7 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._host.collector import paused_gc
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import How, complete_load, find_with_rules
+from shmload._loading.sources import complete_load, find_with_rules
 from shmload._segments.lease import Lease
 from shmload._segments.removal import remove_leftovers
 from shmload._segments.segment import Stay
@@ -241,13 +241,14 @@ def share(
         contextlib.ExitStack() as ending,
     ):
         # With a class all components are found here, and narrowed down below.
-        found, rules = find_with_rules(wanted, counter.steps)
+        found, rules = find_with_rules(wanted, counter)
         _require_pipeline(found)
         recipe = Recipe.of(wanted, found, pipeline_class)
         with whole_libraries():
             taken = maker.import_classes(found)
-        how = How(stay=Stay.SHARED, workers=workers, verify=verify)
-        load = ending.enter_context(complete_load(taken, rules, how, counter))
+        load = ending.enter_context(
+            complete_load(taken, rules, counter, Stay.SHARED, workers, verify)
+        )
         # Not inherited by forked children: copies in other processes hold nothing either.
         leases = [Lease(segment, crosses_forks=False) for segment in load.holdings.segments()]
     remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline
