@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._building.placing import to_device as to_device
     from shmload._building.publishing import Published as Published
     from shmload._building.publishing import publish as publish
-    from shmload._loading.plan import Action as Action
-    from shmload._loading.plan import Plan as Plan
-    from shmload._loading.plan import ShardPlan as ShardPlan
+    from shmload._loading.shard import Action as Action
+    from shmload._loading.shard import Plan as Plan
+    from shmload._loading.shard import ShardPlan as ShardPlan
     from shmload._loading.state_dict import load_state_dict as load_state_dict
     from shmload._loading.verbs import WarmReport as WarmReport
     from shmload._loading.verbs import plan as plan
@@ -51,14 +51,14 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
-    "Action": "shmload._loading.plan",
+    "Action": "shmload._loading.shard",
     "Handle": "shmload.integrations.handles",
     "Model": "shmload._segments.grouping",
     "Placement": "shmload._placement.placement",
-    "Plan": "shmload._loading.plan",
+    "Plan": "shmload._loading.shard",
     "Published": "shmload._building.publishing",
     "SegmentInfo": "shmload._segments.listing",
-    "ShardPlan": "shmload._loading.plan",
+    "ShardPlan": "shmload._loading.shard",
     "Switcher": "shmload.integrations.switching",
     "SwitcherFigures": "shmload.integrations.switching",
     "Updated": "shmload.integrations.updating",

@@ -82,7 +82,7 @@ def load(url: str) -> Numbers:
     shmload.evict(*report.segments)
     blobs = mirror_home(url).rglob("*")
     return {
-        "bytes_per_s": report.read_nbytes / report.reading_s,
+        "bytes_per_s": report.read_nbytes / report.times_s["reading"],
         "cache_nbytes": sum(512 * path.lstat().st_blocks for path in blobs if path.is_file()),
         "worker_nbytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
     }

@@ -26,9 +26,9 @@ from shmload._checkpoints.source import Checkpoint, Source
 from shmload._decoding.ring import Ring
 from shmload._devices.destination import BytesNeeded
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
+from shmload._loading.holdings import linger
 from shmload._loading.load import Load
-from shmload._loading.progress import Progress, Step
-from shmload._loading.ranks import linger
+from shmload._loading.progress import Progress, Step, describe_times
 from shmload._loading.sources import Rules
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
@@ -123,7 +123,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             closing: tuple[type[Exception], ...] = (BytesNeeded, *way.gives_up_on)
             build = Build(taken, self.maker, rules, load, self.dtype, self.kwargs)
             try:
-                with self.progress.steps.during(Step.BUILDING):
+                with self.progress.during(Step.BUILDING):
                     made = build.run()
                     if not (is_cast and build.was_cast_wrongly(made)):
                         build.finish(made, self._place_by(load, way), verify=self.options.verify)
@@ -158,7 +158,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         Returns:
             The source as the classes take it, the rule of each component, and the load.
         """
-        steps = self.progress.steps
         is_cold = "diffusers" not in sys.modules
         rules = self._rules(self.source, self.maker.likely_rule, is_cast=is_cast)
         begin = functools.partial(
@@ -171,7 +170,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         )
         load = loads.enter_context(begin(self.source, rules, parent_is_busy=is_cold))
         doing = "importing diffusers, transformers and torch" if is_cold else ""
-        with steps.during(Step.IMPORTING, doing):
+        with self.progress.during(Step.IMPORTING, doing):
             taken = self.maker.import_classes(self.source)
             import shmload._building.build  # noqa: F401 for the build
 
@@ -182,7 +181,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             from shmload._building.placing import require_fit
 
             require_fit(taken, self.maker, self.dtype, self.kwargs, self.route.destination)
-        with steps.during(Step.DERIVING_RULES):
+        with self.progress.during(Step.DERIVING_RULES):
             certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
         if certain != rules:
             load.discard()
@@ -234,7 +233,7 @@ def load(
     """
     with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
         if options.is_bounded:  # devices are chosen by the modules of what the class takes
-            with progress.steps.during(Step.IMPORTING, "importing diffusers and transformers"):
+            with progress.during(Step.IMPORTING, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, maker, dtype, options, kwargs)
         attempt = Attempt(
@@ -254,5 +253,5 @@ def load(
             if hint and not isinstance(exc, ShmloadError):
                 exc.add_note(f"shmload: {hint}")
             raise
-    logger.info("%s: loaded: %s", title, progress.steps.describe())
+    logger.info("%s: loaded: %s", title, describe_times(progress.times_s))
     return made

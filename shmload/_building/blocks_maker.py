@@ -21,8 +21,7 @@ from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import format_with_blocks
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
-from shmload._loading.plan import Action
-from shmload._loading.shard import OpenShard
+from shmload._loading.shard import Action, OpenShard
 from shmload._loading.state_dict import wrap
 
 

@@ -106,8 +106,8 @@ class Build:
             BytesNeeded: a stand-in was read.
         """
         holdings = self._load.holdings
-        unfinished = holdings.unfinished_components()
-        if not holdings.has_every_file or (unfinished and self._reads_at_once):
+        unfinished = {shard.plan.component for shard, _ in holdings.unfinished()}
+        if holdings.awaited() or (unfinished and self._reads_at_once):
             return None
         generator_state = torch.get_rng_state()
         try:
@@ -133,7 +133,7 @@ class Build:
         is_asked = "device_map" in self._kwargs or self._maker.reads_weights
         if not self._maker.keeps_blocks:
             is_asked |= any(map(self._kwargs.get, QUANTISING_KEYWORDS))
-        return is_asked or self._load.holdings.leaves_casts
+        return is_asked or any(shard.leaves_casts for shard in self._load.holdings.shards)
 
     def _from_view(self) -> Any:
         """Build the pipeline from a view of the segments."""
@@ -175,7 +175,8 @@ class Build:
         if not components:
             return True
         # A page copied on write before decoding finished still has zeros around the write.
-        if any(map(is_modified, mappings(self._load.holdings.unfinished_inodes()))):
+        parts = {part.inode for _, part in self._load.holdings.unfinished()}
+        if any(map(is_modified, mappings(parts))):
             return False
         spans = Spans(self._load.holdings.inodes())
         models = (m for name, m in self._models_of(made).items() if name in components)

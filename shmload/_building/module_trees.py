@@ -14,13 +14,12 @@ from shmload._building.libraries import libraries_lock
 from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
-from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
 from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._compat import float32_patterns, indivisible_classes
-from shmload._loading.shard import stored_sizes
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of
 
@@ -130,7 +129,8 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
                 return _from_class(checkpoint, rule, torch_dtype)
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)
-    sizes = (nbytes for _, nbytes in stored_sizes(checkpoint, rule))
+    stored = stored_tensors(checkpoint)
+    sizes = (converted_nbytes(each.nbytes, each.dtype, rule(each)) for each in stored)
     return _opaque(checkpoint.component, sum(sizes))
 
 

@@ -85,7 +85,7 @@ class RingCopier:
         Raises:
             torch.OutOfMemoryError, RuntimeError: as `copy`.
         """
-        unfinished = load.holdings.unfinished_inodes()
+        unfinished = {part.inode for _, part in load.holdings.unfinished()}
         if not unfinished:
             return allocations
         spans = mappings(unfinished)

@@ -16,7 +16,7 @@ from shmload._checkpoints.formats.known import format_names
 from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._host.reading import Reading
-from shmload._loading.plan import Plan
+from shmload._loading.shard import Plan
 from shmload._segments.eviction import Budget
 from shmload._service.protocol import VERSION, Status
 from shmload._settings import ServiceUse

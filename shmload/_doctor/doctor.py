@@ -33,8 +33,8 @@ from shmload._host.procfs import (
 from shmload._host.reading import choose_reading
 from shmload._host.shm import SHM_DIR, shm_free_nbytes, shm_total_nbytes
 from shmload._ipc.procs import has_pidfds
-from shmload._loading.plan import Plan, ShardPlan
 from shmload._loading.room import own_budget
+from shmload._loading.shard import Plan, ShardPlan
 from shmload._loading.verbs import plan
 from shmload._segments.eviction import Budget, evictable
 from shmload._segments.listing import segments, segments_by_lock

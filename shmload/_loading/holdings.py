@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
@@ -12,24 +14,27 @@ from shmload._decoding.job import Job
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import is_cached, read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
-from shmload._loading.plan import ShardPlan
 from shmload._loading.room import made_room
 from shmload._loading.shard import OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
+from shmload._segments.lease import Lease
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.part import Awaited, Held, Hollow, Opened, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.users import holders
 from shmload._segments.view import descriptor_path
-from shmload._wording import logger_of
+from shmload._settings import local_world_size
 from shmload.errors import SegmentUntrusted
 
 if TYPE_CHECKING:
     from shmload._checkpoints.header import Header
 
-logger = logger_of(__name__)
-
-_Kind = TypeVar("_Kind", Segment, Part, Hollow, Awaited)
+# How late a rank may be. Ranks start together; their imports differ by seconds.
+_PATIENCE_S = 60.0
+_POLL_S = 0.2
+# Each rank polls by itself: a rank that left at once might be missed by another one's poll.
+_FAREWELL_S = 1.0
 
 
 class Holdings:
@@ -49,9 +54,9 @@ class Holdings:
         self._stay = stay
         self._may_link = may_link
         self._is_hollow = is_hollow
-        self._shards: list[OpenShard] = []
-        self._held: dict[str, Held] = {}
-        self._made: list[str] = []
+        self.shards: list[OpenShard] = []
+        self.held: dict[str, Held] = {}
+        """By the name of the segment; links have none."""
         self._decoded: set[str] = set()
         # So that large ones need not be parsed again when their tensors are wrapped.
         self._headers: list[Header] = []
@@ -77,13 +82,13 @@ class Holdings:
         keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_hollow
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
-            self._shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
+            self.shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
 
     def acquire(self) -> list[OpenShard]:
         """Attach each segment, or take the lock of its part.
 
-        Does not wait for other builders; `awaited` yields the shards that they build. Waits at most
-        1 s for each segment that is being evicted.
+        Does not wait for other builders; `awaited` returns the shards that they build. Waits at
+        most 1 s for each segment that is being evicted.
 
         Returns:
             The shards that this load has to decode; `make_parts` comes next.
@@ -93,14 +98,14 @@ class Holdings:
             SharedMemoryFull: /dev/shm has no inodes left.
         """
         mine: list[OpenShard] = []
-        for shard in self._shards:
+        for shard in self.shards:
             name = shard.plan.segment
             if shard.is_link:
                 if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
-            elif name not in self._held:  # two paths may lead to one file
-                self._held[name] = self._acquire(name)
-                match self._held[name]:
+            elif name not in self.held:  # two paths may lead to one file
+                self.held[name] = self._acquire(name)
+                match self.held[name]:
                     case Part() | Hollow():
                         mine.append(shard)
                     case Segment() as segment:
@@ -161,16 +166,12 @@ class Holdings:
         part = self._part(shard)
         assert isinstance(part, Part)
         stay = self._stay if part.has_name else Stay.PRIVATE
-        self._held[name] = part.publish(digest, stay)
+        self.held[name] = part.publish(digest, stay)
         self._decoded.add(name)
-        if stay is not Stay.PRIVATE:
-            self._made.append(name)
 
-    def awaited(self) -> Iterator[OpenShard]:
-        """Yield each shard whose segment another process is building."""
-        for shard in self._shards:
-            if isinstance(self._held.get(shard.plan.segment), Awaited):
-                yield shard
+    def awaited(self) -> list[OpenShard]:
+        """Return the shards whose segments other processes are building."""
+        return [each for each in self.shards if isinstance(self._of(each), Awaited)]
 
     def wait_for(
         self, shard: OpenShard, timeout_s: float, is_cancelled: Callable[[], bool]
@@ -181,110 +182,60 @@ class Holdings:
             SegmentTimeout: as `Awaited.wait`.
         """
         name = shard.plan.segment
-        held = self._held[name]
+        held = self.held[name]
         while isinstance(held, Awaited):
-            self._held[name] = held = held.wait(timeout_s, is_cancelled)
+            self.held[name] = held = held.wait(timeout_s, is_cancelled)
             if self._stay > Stay.PRIVATE and isinstance(held, Segment) and not held.has_name:
                 held.close()  # a private segment of the other process, which has no name
-                self._held[name] = held = acquire(name)
+                self.held[name] = held = acquire(name)
         if self._stay is Stay.RESIDENT and isinstance(held, Segment):
             held.keep()
         return isinstance(held, Part)
 
+    def _of(self, shard: OpenShard) -> Held | None:
+        return self.held.get(shard.plan.segment)
+
     def _part(self, shard: OpenShard) -> Part | Hollow:
-        part = self._held[shard.plan.segment]
+        part = self._of(shard)
         assert isinstance(part, Part | Hollow)
         return part
 
     # Asking ---------------------------------------------------------------------------------------
 
-    @property
-    def plans(self) -> list[ShardPlan]:
-        """The plan of each shard, from when the load began."""
-        return [shard.plan for shard in self._shards]
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """What the headers of the shards have beside tensors; a later shard's value counts."""
-        return {
-            key: value
-            for shard in self._shards
-            for key, value in (shard.header.metadata or {}).items()
-        }
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no shard needs a segment."""
-        return not self._held
-
-    @property
-    def has_every_file(self) -> bool:
-        """Whether a view can lead to every segment: it is complete, a part or a stand-in."""
-        return not self.all_of(Awaited)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every segment is complete."""
-        return len(self.segments()) == len(self._held)
-
-    @property
-    def leaves_casts(self) -> bool:
-        """Whether the rules say that the library certainly casts some tensor."""
-        return any(shard.leaves_casts for shard in self._shards)
-
-    def all_of(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return the segments, parts, stand-ins or waits."""
-        return [held for held in self._held.values() if isinstance(held, kind)]
+    def opened(self) -> Iterator[tuple[OpenShard, Opened | None]]:
+        """Yield each shard with its segment, part or stand-in; None for a link or a wait."""
+        for shard in self.shards:
+            held = self._of(shard)
+            yield shard, held if isinstance(held, Opened) else None
 
     def segments(self) -> list[Segment]:
         """Return the complete segments; the holdings own them."""
-        return self.all_of(Segment)
+        return [held for held in self.held.values() if isinstance(held, Segment)]
 
     def files(self) -> dict[Path, Path]:
         """Return the path of each shard's bytes by the shard's own path, for a view."""
-        found = {}
-        for shard in self._shards:
-            path, held = shard.plan.path, self._held.get(shard.plan.segment)
-            found[path] = descriptor_path(held.fd) if isinstance(held, Opened) else path
-        return found
-
-    def open_files(self) -> list[tuple[str, int]]:
-        """Return name and descriptor of the file that has, or will have, each shard's tensors."""
-        found = []
-        for shard in self._shards:
-            held = self._held.get(shard.plan.segment)
-            if isinstance(held, Opened):
-                found.append((held.name, held.fd))
-            else:
-                found.append((str(shard.plan.path), shard.fd))
-        return found
+        return {
+            shard.plan.path: descriptor_path(held.fd) if held else shard.plan.path
+            for shard, held in self.opened()
+        }
 
     def inodes(self) -> set[Inode]:
-        """Return the inodes of segments and parts, and of shards that are linked."""
-        linked = {shard.inode for shard in self._shards if shard.is_link}
-        return linked | {held.inode for held in self._held.values() if isinstance(held, Opened)}
+        """Return the inodes of segments, parts and stand-ins, and of shards that are linked."""
+        return {held.inode if held else shard.inode for shard, held in self.opened()}
 
-    def unfinished_inodes(self) -> set[Inode]:
-        """Return the inodes of parts and stand-ins, whose bytes are still missing."""
-        return {held.inode for held in (*self.all_of(Part), *self.all_of(Hollow))}
-
-    def unfinished_components(self) -> set[str]:
-        """Return the components with parts or stand-ins."""
-        return {
-            shard.plan.component
-            for shard in self._shards
-            if isinstance(self._held.get(shard.plan.segment), Part | Hollow)
-        }
+    def unfinished(self) -> list[tuple[OpenShard, Part | Hollow]]:
+        """Return the parts and stand-ins, whose bytes are still missing, with their shards."""
+        return [(shard, held) for shard, held in self.opened() if isinstance(held, Part | Hollow)]
 
     @property
     def hollow(self) -> list[Inode]:
         """The inodes of the stand-ins; a filled slot of the ring names its place in this list."""
-        return [held.inode for held in self.all_of(Hollow)]
+        return [held.inode for held in self.held.values() if isinstance(held, Hollow)]
 
     @property
     def was_read_early(self) -> bool:
         """Whether some code has read a stand-in's zeros for weights."""
-        return any(held.was_read for held in self.all_of(Hollow))
+        return any(isinstance(held, Hollow) and held.was_read for held in self.held.values())
 
     def attached_and_decoded(self) -> tuple[list[str], list[str]]:
         """Return the names of complete segments: the attached ones, and those decoded here."""
@@ -293,28 +244,58 @@ class Holdings:
 
     # Ending ---------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Close the shards, remove the parts, give all leases back; a second call does nothing."""
+    def close(self, *, is_discarded: bool = False) -> None:
+        """Close the shards, remove the parts, give all leases back; a second call does nothing.
+
+        Args:
+            is_discarded: also remove the segments that were decoded here, unless another process
+                uses them.
+        """
+        made = [each for each in self.segments() if is_discarded and each.name in self._decoded]
+        # Not those of the same name that another process has made meanwhile.
+        names = [segment.name for segment in made if segment.has_name]
         with contextlib.ExitStack() as closing:  # each of them, even if another raises
+            if names:
+                # Tensors of this process may live on in the frames of the error that ends the load.
+                closing.callback(remove_idle, names, ignored={os.getpid()})
+            for segment in made:
+                unlock(segment.fd)  # mappings of this load may still keep it locked
             self._headers.clear()
-            while self._shards:
-                closing.callback(self._shards.pop().close)
-            while self._held:
-                _, held = self._held.popitem()
+            while self.shards:
+                closing.callback(self.shards.pop().close)
+            while self.held:
+                _, held = self.held.popitem()
                 if isinstance(held, Segment):
                     closing.callback(give_back, held)
                 else:
                     closing.callback(held.close)
 
-    def unlock_made(self) -> None:
-        """Unlock the published segments, which mappings of this load may still keep locked."""
-        for name in self._made:
-            held = self._held.get(name)
-            if isinstance(held, Segment):
-                unlock(held.fd)
 
-    def remove_made(self) -> None:
-        """Remove the published segments that no other process uses. Call it after `close`."""
-        # Tensors of this process may live on in the frames of the error that ends the load.
-        remove_idle(self._made, ignored={os.getpid()})
-        self._made.clear()
+def linger(segments: Iterable[Segment]) -> None:
+    """Keep leases of shared segments until every rank on this host has one; returns at once.
+
+    A rank may be done with them before another one attaches: it has moved its weights to a device,
+    or dropped them. The leases end after a minute at the latest, or with the process.
+
+    Args:
+        segments: stay the caller's.
+    """
+    # A forked child has no thread that waits: it would keep the leases as long as it lives.
+    leases = [Lease(each, crosses_forks=False) for each in segments if each.is_shared]
+    if leases:
+        threading.Thread(
+            target=_wait_for_ranks, args=(leases,), name="shmload-linger", daemon=True
+        ).start()
+
+
+def _wait_for_ranks(leases: Sequence[Lease]) -> None:
+    ranks, names = local_world_size(), [lease.name for lease in leases]
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        found = holders(names)
+        if all(len(found.get(name, ())) >= ranks for name in names):
+            time.sleep(_FAREWELL_S)
+            break
+        time.sleep(_POLL_S)
+    for lease in leases:
+        lease.close()

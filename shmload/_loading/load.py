@@ -27,19 +27,17 @@ from shmload._host.descriptors import Inode, inode_of
 from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
-from shmload._loading.plan import Action
 from shmload._loading.progress import Progress, Step
-from shmload._loading.room import AtService, own_budget
+from shmload._loading.room import AtService
 from shmload._loading.shard import OpenShard
 from shmload._segments.eviction import group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.names import name_prefix
-from shmload._segments.part import Awaited
 from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
-from shmload._wording import format_nbytes, logger_of
+from shmload._wording import logger_of
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
 logger = logger_of(__name__)
@@ -81,7 +79,7 @@ class Load:
         *,
         stay: Stay,
         progress: Progress,
-        parent_is_busy: bool,
+        parent_is_busy: bool = False,
         workers: int | None = None,
         ring: Ring | None = None,
         may_link: bool = False,
@@ -90,7 +88,6 @@ class Load:
         self._ring = ring
         self._stay = stay
         self._progress = progress
-        self._steps = progress.steps
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
@@ -125,16 +122,6 @@ class Load:
         else:
             self.discard()  # an error leaves nothing in shared memory
 
-    def verify(self) -> None:
-        """Recompute the digest of every segment.
-
-        Raises:
-            SegmentCorrupt: a segment's bytes have changed since it was decoded.
-        """
-        for segment in self.holdings.segments():
-            self._go_on()
-            check_digest(segment)
-
     def wait(self) -> None:
         """Block until every segment is complete; only the workers' deadlines limit the wait.
 
@@ -144,6 +131,15 @@ class Load:
         if self._work:
             with explained(self._source.given):
                 self._work.wait()
+
+    def verify(self) -> None:
+        """Recompute the digest of every segment.
+
+        Raises:
+            SegmentCorrupt: a segment's bytes have changed since it was decoded.
+        """
+        for segment in self.holdings.segments():
+            check_digest(segment)
 
     def leave_service(self) -> None:
         """Tell the service that the load is over; call it if segments stay in use for long.
@@ -155,33 +151,22 @@ class Load:
 
     def close(self) -> None:
         """End the load: stop the thread and workers, remove the parts, give all leases back."""
-        interrupt = self._cancel()
-        with contextlib.ExitStack() as closing:  # all, even if one raises
-            # Last: until then the service knows that this load gives its leases back soon.
-            closing.callback(self.leave_service)
-            closing.callback(self.holdings.close)
-            if self._coordinator:
-                closing.callback(self._coordinator.close)
-        if interrupt:
-            raise interrupt
-
-    def _cancel(self) -> KeyboardInterrupt | None:
-        """Stop the thread and wait for its end; return a Ctrl-C that came during the wait.
-
-        The caller raises it. The thread uses what is closed next, so a Ctrl-C must not cut the wait
-        short.
-        """
-        self._cancelled.set()
-        return self._work.join_undisturbed() if self._work else None
+        self._end(is_discarded=False)
 
     def discard(self) -> None:
         """End the load and remove the segments that it has made, unless a process uses them."""
-        interrupt = self._cancel()
-        self.holdings.unlock_made()
-        try:
-            self.close()
-        finally:
-            self.holdings.remove_made()
+        self._end(is_discarded=True)
+
+    def _end(self, *, is_discarded: bool) -> None:
+        self._cancelled.set()
+        # The thread uses what is closed next: a Ctrl-C must not cut the wait for its end short.
+        interrupt = self._work.join_undisturbed() if self._work else None
+        with contextlib.ExitStack() as closing:  # all, even if one raises
+            # Last: until then the service knows that this load gives its leases back soon.
+            closing.callback(self.leave_service)
+            closing.callback(self.holdings.close, is_discarded=is_discarded)
+            if self._coordinator:
+                closing.callback(self._coordinator.close)
         if interrupt:
             raise interrupt
 
@@ -189,7 +174,7 @@ class Load:
         """Take the locks and start to decode; the thread waits for other processes' parts last."""
         mine = self.holdings.acquire()
         remove_expired()  # not earlier: what this load uses stays
-        if not (self._ring or self.holdings.is_empty):
+        if self.holdings.held and not self._ring:
             self._service = AtService(self._source, self._cancelled.is_set)
         try:
             if mine:
@@ -198,26 +183,17 @@ class Load:
             if mappings_below(name_prefix()):
                 exc.held_here()
             raise
-        self._log(mine)
-        if self.holdings.is_complete:
-            self._run([])
+        resident, awaited = len(self.holdings.segments()), len(self.holdings.awaited())
+        words = "%s: %d shards to decode, %d resident, %d awaited"
+        logger.info(words, self._source.given, len(mine), resident, awaited)
+        if not mine and not awaited:
+            self._fill([])
             return
         self._progress.start(self.read_nbytes)
-        self._work = Background(functools.partial(self._run, mine), "shmload-decode")
+        self._work = Background(functools.partial(self._fill, mine), "shmload-decode")
         self._work.start()
 
-    def _log(self, mine: list[OpenShard]) -> None:
-        logger.info(
-            "%s: %d shards to decode (%s), %d resident, %d mapped as they are, %d awaited",
-            self._source.given,
-            len(mine),
-            format_nbytes(sum(shard.plan.read_nbytes for shard in mine)),
-            len(self.holdings.segments()),
-            sum(plan.action is Action.LINK for plan in self.holdings.plans),
-            len(self.holdings.all_of(Awaited)),
-        )
-
-    def _run(self, mine: list[OpenShard]) -> None:
+    def _fill(self, mine: list[OpenShard]) -> None:
         """Decode some shards, then wait for the parts of other processes; the thread's function."""
         try:
             if mine:
@@ -235,12 +211,13 @@ class Load:
         """Wait for another process's part, or decode it here if that process dies."""
         timeout_s = settings().wait_timeout_s
         try:
-            with self._steps.during(
+            with self._progress.during(
                 Step.WAITING, f"waiting for another process that decodes {shard.plan.path.name}"
             ):
                 is_mine = self.holdings.wait_for(shard, timeout_s, self._cancelled.is_set)
         except SegmentTimeout:
-            self._go_on()
+            if self._cancelled.is_set():
+                raise DecodeCancelled from None
             raise
         if is_mine:
             self._prepare([shard])
@@ -250,12 +227,9 @@ class Load:
         """Make room for some shards' parts, and give them their length and header."""
         gone: list[SegmentInfo] = []
         budget = None
-        with self._steps.during(Step.MAKING_ROOM):
-            if self._stay is Stay.RESIDENT:
-                if self._service:
-                    gone += self._service.reserve(sum(shard.layout.nbytes for shard in shards))
-                if not (self._service and self._service.has_budget):
-                    budget = own_budget()
+        with self._progress.during(Step.MAKING_ROOM):
+            if self._service and self._stay is Stay.RESIDENT:
+                gone, budget = self._service.reserve(sum(each.layout.nbytes for each in shards))
             gone += self.holdings.make_parts(shards, budget, self._cancelled.is_set)
         self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
         self.evicted += gone
@@ -270,7 +244,7 @@ class Load:
         workers = 0 if is_little and not self._ring else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
-        with self._steps.during(Step.READING):
+        with self._progress.during(Step.READING):
             digests = self._coordinator.decode(
                 jobs,
                 self._progress.add,
@@ -295,8 +269,3 @@ class Load:
             self.filled.put(FilledPiece(inodes[job], runs[0].target_offset, end))
 
         return note
-
-    def _go_on(self) -> None:
-        """Raise DecodeCancelled if the load was given up."""
-        if self._cancelled.is_set():
-            raise DecodeCancelled from None

@@ -29,50 +29,9 @@ class Step(enum.Enum):
     BUILDING = "building"
 
 
-def describe_times(elapsed_s: Mapping[Step, float]) -> str:
+def describe_times(elapsed_s: Mapping[str, float]) -> str:
     """Write the time of each step that took a tenth of a second or more; may be empty."""
-    return ", ".join(
-        f"{step.value} {each:.1f} s" for step, each in elapsed_s.items() if each >= 0.1
-    )
-
-
-class Steps:
-    """Adds up the time of each step. Several threads may be in steps of one load.
-
-    Args:
-        say: called with the words for a step that may take long.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._lock = threading.Lock()
-        self._elapsed_s = dict.fromkeys(Step, 0.0)
-
-    @contextlib.contextmanager
-    def during(self, step: Step, doing: str = "") -> Iterator[None]:
-        """Count the block's time for a step.
-
-        Args:
-            step: the step.
-            doing: what to say first, such as `importing diffusers`; empty for nothing.
-        """
-        if doing:
-            self._say(doing)
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            elapsed_s = time.monotonic() - began
-            with self._lock:
-                self._elapsed_s[step] += elapsed_s
-
-    def elapsed_s(self, step: Step) -> float:
-        """Return the time in a step so far, in seconds."""
-        return self._elapsed_s[step]
-
-    def describe(self) -> str:
-        """Return the time of each step that took a tenth of a second or more; may be empty."""
-        return describe_times(self._elapsed_s)
+    return ", ".join(f"{step} {each:.1f} s" for step, each in elapsed_s.items() if each >= 0.1)
 
 
 class Progress:
@@ -84,7 +43,7 @@ class Progress:
         title: the bar's title.
 
     Attributes:
-        steps: the load's steps. Where there is a log, it says which of them may take long.
+        times_s: the time of each step so far, in seconds, by its name.
     """
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
@@ -95,7 +54,7 @@ class Progress:
         self._has_bar = has_stderr and (report is True or (report is None and has_terminal))
         self._has_lines = report is None and not has_terminal
         self.title = printing(title)
-        self.steps = Steps(self._say)
+        self.times_s = dict.fromkeys((step.value for step in Step), 0.0)
         self._bar: Any = None
         self._lock = threading.Lock()
         self._total = 0
@@ -108,6 +67,23 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    @contextlib.contextmanager
+    def during(self, step: Step, doing: str = "") -> Iterator[None]:
+        """Count the block's time for a step.
+
+        Args:
+            step: the step.
+            doing: what the log says first if it may take long, such as `importing diffusers`.
+        """
+        if doing and self._has_lines:
+            logger.info("%s: %s", self.title, printing(doing))
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            # Without the lock, which a slow callback holds: no step is in two threads at a time.
+            self.times_s[step.value] += time.monotonic() - began
 
     def start(self, total: int) -> None:
         """Set the number of bytes in all, and count again from zero."""
@@ -140,7 +116,3 @@ class Progress:
         self._line_at = now + _LINE_INTERVAL_S
         done, total = format_nbytes(self._done), format_nbytes(self._total)
         logger.info("%s: %s of %s read in %.0f s", self.title, done, total, now - self._began_at)
-
-    def _say(self, doing: str) -> None:
-        if self._has_lines:
-            logger.info("%s: %s", self.title, printing(doing))

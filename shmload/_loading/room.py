@@ -9,9 +9,11 @@ take the same room.
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from shmload._checkpoints.source import Source
 from shmload._decoding.job import DecodeCancelled
@@ -34,6 +36,8 @@ logger = logger_of(__name__)
 _QUIET_S = 1.0
 _NAME = "SHMLOAD_BUDGET"
 
+_Answer = TypeVar("_Answer")
+
 
 def own_budget() -> Budget | None:
     """Return the budget of loads without a service; None if the settings have none."""
@@ -41,28 +45,26 @@ def own_budget() -> Budget | None:
     return None if nbytes is None else Budget(nbytes, _NAME, (f"raise {_NAME}",))
 
 
-class WaitForRoom:
-    """Says once, after a moment, that a load waits for room; call it now and then.
+def telling_of_wait(nbytes: int, limit: str) -> Callable[[], None]:
+    """Return what says once, after a moment, that a load waits for room; call it now and then.
 
     Args:
         nbytes: size of its segments, in bytes.
         limit: what has no room for them.
     """
+    told_at = time.monotonic() + _QUIET_S
 
-    def __init__(self, nbytes: int, limit: str) -> None:
-        self._nbytes = nbytes
-        self._limit = limit
-        self._began_at = time.monotonic()
-        self._is_said = False
-
-    def __call__(self) -> None:
-        if not self._is_said and time.monotonic() - self._began_at >= _QUIET_S:
-            self._is_said = True
+    def tell() -> None:
+        nonlocal told_at
+        if time.monotonic() >= told_at:
+            told_at = math.inf
             logger.warning(
                 "waiting for %s of room in %s, which other loads fill; `shmload ls` shows them",
-                format_nbytes(self._nbytes),
-                self._limit,
+                format_nbytes(nbytes),
+                limit,
             )
+
+    return tell
 
 
 @contextlib.contextmanager
@@ -93,12 +95,12 @@ def made_room(
             gone = evict_for(nbytes)
         yield gone
     else:
-        say = WaitForRoom(nbytes, budget.name)
+        tell = telling_of_wait(nbytes, budget.name)
 
         def go_on() -> None:
             if is_cancelled():
                 raise DecodeCancelled
-            say()
+            tell()
 
         with room_within(
             budget,
@@ -138,40 +140,29 @@ class AtService:
         self._is_cancelled = is_cancelled
         self._client = find_service()
 
-    @property
-    def has_budget(self) -> bool:
-        """Whether a service keeps what is resident within its budget."""
-        return self._client is not None
-
-    def reserve(self, nbytes: int) -> list[SegmentInfo]:
+    def reserve(self, nbytes: int) -> tuple[list[SegmentInfo], Budget | None]:
         """Reserve room for resident segments; waits while loads that run may give room back.
 
         Returns:
-            The segments that the service has evicted for them.
+            The segments that the service has evicted for them; and the budget that the load itself
+            has to keep to, where no service does that.
 
         Raises:
             CapacityError: the budget has no room for them.
         """
-        gone: list[SegmentInfo] = []
-        with self._asking() as client:
-            if client and nbytes:
-                wait = WaitForRoom(nbytes, "the service's budget")
-                before = segments_by_lock()  # what went has no header left to read
-                names = client.reserve(self._model, nbytes, wait, self._is_cancelled)
-                gone = [info for info in before if info.name in names]
-        return gone
+        before = segments_by_lock() if self._client else []  # what went has no header left to read
+        tell = telling_of_wait(nbytes, "the service's budget")
+        names = self._ask(lambda it: it.reserve(self._model, nbytes, tell, self._is_cancelled))
+        gone = [info for info in before if info.name in (names or ())]
+        return gone, None if self._client else own_budget()
 
     def settle(self) -> None:
         """Tell the service that the segments it reserved room for are resident now."""
-        with self._asking() as client:
-            if client:
-                client.settle()
+        self._ask(Client.settle)
 
     def note(self, found: Sequence[str], made: Sequence[str]) -> None:
         """Tell the service the names of the segments that were attached and decoded."""
-        with self._asking() as client:
-            if client:
-                client.note(self._model, found, made)
+        self._ask(lambda client: client.note(self._model, found, made))
 
     def close(self) -> None:
         """End the connection; a second call does nothing."""
@@ -189,13 +180,13 @@ class AtService:
         of_variant = (root for root in roots.values() if root.variant == (source.variant or ""))
         return next(of_variant, roots[paths[0]])
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[Client | None]:
-        """Yield the connection; if the service goes away, forget it unless it is required."""
+    def _ask(self, ask: Callable[[Client], _Answer]) -> _Answer | None:
+        """Ask the service; if it goes away, forget it unless it is required."""
         try:
-            yield self._client
+            return ask(self._client) if self._client else None
         except ServiceUnavailable as exc:
             if settings().service == "require" or self._is_cancelled():
                 raise
             logger.warning("%s; loading without it", exc)
             self.close()
+            return None

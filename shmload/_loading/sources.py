@@ -19,7 +19,7 @@ from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
-from shmload._loading.progress import Progress, Step, Steps
+from shmload._loading.progress import Progress, Step
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceNotFound
 
@@ -29,7 +29,7 @@ Rules = dict[str, Rule]
 
 def find_with_rules(
     wanted: Wanted,
-    steps: Steps,
+    progress: Progress,
     *,
     may_be_unread: bool = False,
     pipeline_class: object = None,
@@ -38,7 +38,7 @@ def find_with_rules(
 
     Args:
         wanted: the source.
-        steps: count the time of imports and of rules.
+        progress: counts the time of imports and of rules.
         may_be_unread: as for `find_certain`.
         pipeline_class: only the components that it takes; None for all.
 
@@ -51,9 +51,17 @@ def find_with_rules(
     if pipeline_class is not None:
         if not found.is_pipeline:
             raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
-        with steps.during(Step.IMPORTING, "importing diffusers for the class (once)"):
+        with progress.during(Step.IMPORTING, "importing diffusers for the class (once)"):
             found = library("makers").PipelineMaker(pipeline_class).import_classes(found)
-    return found, derive_rules(found, settle_dtype(wanted.dtype, found), steps)
+    dtype, doing = settle_dtype(wanted.dtype, found), ""
+    with paused_gc():
+        if not all(is_known(checkpoint, dtype) for checkpoint in found.checkpoints):
+            doing = "finding the dtype rules of its classes (once)"
+            importing = "importing diffusers and transformers to find dtype rules (once)"
+            with progress.during(Step.IMPORTING, importing), whole_libraries():
+                library("rules").import_libraries()
+        with progress.during(Step.DERIVING_RULES, doing):
+            return found, {each.component: rule_for(each, dtype) for each in found.checkpoints}
 
 
 def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
@@ -96,69 +104,33 @@ def require_read(source: Source, wanted: Wanted) -> None:
         raise SourceNotFound(wanted.source, why_unread(source, wanted.variant))
 
 
-def derive_rules(source: Source, dtype: object, steps: Steps) -> Rules:
-    """Return the rule of each component's checkpoint; it may import the libraries.
-
-    Raises:
-        UnknownDtype: a name is not that of a dtype.
-    """
-    checkpoints = source.checkpoints
-    with paused_gc():
-        if all(is_known(checkpoint, dtype) for checkpoint in checkpoints):
-            doing = ""
-        else:
-            doing = "finding the dtype rules of its classes (once)"
-            with (
-                steps.during(
-                    Step.IMPORTING,
-                    "importing diffusers and transformers to find dtype rules (once)",
-                ),
-                whole_libraries(),
-            ):
-                library("rules").import_libraries()
-        with steps.during(Step.DERIVING_RULES, doing):
-            return {each.component: rule_for(each, dtype) for each in checkpoints}
-
-
-class How(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make a complete load; as `warm` takes it."""
-
-    stay: Stay
-    workers: int | None
-    verify: bool
-
-
 @contextlib.contextmanager
 def complete_load(
-    source: Source, rules: Mapping[str, Rule], how: How, progress: Progress
+    source: Source,
+    rules: Mapping[str, Rule],
+    progress: Progress,
+    stay: Stay,
+    workers: int | None,
+    verify: bool,
 ) -> Iterator[Load]:
     """Load and wait until every segment is complete; a context that ends the load.
 
     Args:
         source: as for `Load`.
         rules: as for `Load`.
-        how: how to load.
         progress: shows the load's progress; stays the caller's.
-
-    Yields:
-        The load, with every segment complete.
+        stay: as for `Load`.
+        workers: as for `Load`.
+        verify: recompute the digest of every segment.
 
     Raises:
         CheckpointError, CapacityError, WorkerError, SegmentError.
     """
     with contextlib.ExitStack() as ending:
         with paused_gc():  # not in the caller's block
-            load = ending.enter_context(
-                Load(
-                    source,
-                    rules,
-                    stay=how.stay,
-                    progress=progress,
-                    parent_is_busy=False,
-                    workers=how.workers,
-                )
-            )
+            load = Load(source, rules, stay=stay, progress=progress, workers=workers)
+            ending.enter_context(load)
             load.wait()
-            if how.verify:
+            if verify:
                 load.verify()
         yield load

@@ -17,9 +17,10 @@ from shmload._host.descriptors import Descriptor
 from shmload._host.limits import explained
 from shmload._host.shm import reopen
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import How, complete_load, find_certain, require_read
+from shmload._loading.sources import complete_load, find_certain, require_read
 from shmload._segments.lease import Lease
-from shmload._segments.segment import Stay
+from shmload._segments.part import Opened
+from shmload._segments.segment import Segment, Stay
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ShardMalformed
 
@@ -88,25 +89,19 @@ def load_state_dict(
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {each.component: RAW if says_quantised(each) else rule for each in source.checkpoints}
     stay = Stay.RESIDENT if keep else Stay.PRIVATE
-    how = How(stay=stay, workers=workers, verify=verify)
     with (
         explained(path),
         whole_libraries(),
         paused_gc(),
         Progress(progress, source.root.name) as counter,
-        complete_load(source, rules, how, counter) as load,
+        complete_load(source, rules, counter, stay, workers, verify) as load,
     ):
         tensors: StateDict = OrderedDict()  # type: ignore[assignment]  # pickled by this name
-        tensors.metadata = load.holdings.metadata
-        shared = {segment.fd: segment for segment in load.holdings.segments() if segment.is_shared}
-        for name, fd in load.holdings.open_files():
-            lease = Lease(shared[fd]) if fd in shared else None
-            try:
-                tensors.update(wrap(fd, name, lease))
-            except BaseException:
-                if lease:
-                    lease.close()
-                raise
+        tensors.metadata = {}
+        for shard, segment in load.holdings.opened():
+            tensors.metadata |= shard.header.metadata or {}
+            name = segment.name if segment else str(shard.plan.path)
+            tensors.update(wrap((segment or shard).fd, name, segment))
     if _LORA_METADATA in tensors.metadata:
         logger.warning(
             "%s: its metadata scales it, and load_lora_weights of diffusers reads metadata from "
@@ -116,7 +111,7 @@ def load_state_dict(
     return tensors
 
 
-def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Tensor]":
+def wrap(fd: int, name: str, segment: Opened | None = None) -> "dict[str, torch.Tensor]":
     """Map a segment or a shard, and wrap each of its tensors without a copy.
 
     The mapping is private (copy-on-write), and each tensor's storage keeps it alive. Python's mmap
@@ -125,7 +120,8 @@ def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Ten
     Args:
         fd: descriptor of the file; stays the caller's.
         name: the file's name in errors.
-        lease: of a shared segment; closed with the mapping, which then keeps no lock.
+        segment: the file's, if it is one. If it is shared, the mapping has a lease on it instead of
+            the lock.
 
     Raises:
         CheckpointError: the header is wrong, or a tensor has a dtype that torch lacks.
@@ -134,7 +130,7 @@ def wrap(fd: int, name: str, lease: Lease | None = None) -> "dict[str, torch.Ten
 
     header = read_header(fd, name)
     dtypes = torch_dtypes()
-    mapped = memoryview(_map(fd, lease))
+    mapped = memoryview(_map(fd, segment))
     tensors = {}
     for spec in header.tensors:
         if spec.dtype not in dtypes:
@@ -179,11 +175,11 @@ def torch_dtypes() -> "dict[str, torch.dtype]":
     }
 
 
-def _map(fd: int, lease: Lease | None) -> mmap.mmap:
-    """Map a file; with a lease, without the lock on its descriptor, until the mapping goes."""
-    if lease is None:
+def _map(fd: int, segment: Opened | None) -> mmap.mmap:
+    """Map a file; one of a shared segment ends its lease when it goes."""
+    if not isinstance(segment, Segment) or not segment.is_shared:
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     with Descriptor(reopen(fd)) as own:
         mapped = mmap.mmap(own.fd, 0, access=mmap.ACCESS_COPY)
-    weakref.finalize(mapped, lease.close).atexit = False  # leases close themselves at exit
+    weakref.finalize(mapped, Lease(segment).close).atexit = False  # leases close themselves at exit
     return mapped

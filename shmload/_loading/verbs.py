@@ -18,10 +18,9 @@ from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import repair_errors
-from shmload._loading.plan import Plan
 from shmload._loading.progress import Callback, Progress, Step, describe_times
-from shmload._loading.shard import open_checkpoint
-from shmload._loading.sources import How, complete_load, find_with_rules, require_read
+from shmload._loading.shard import Plan, open_checkpoint
+from shmload._loading.sources import complete_load, find_with_rules, require_read
 from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
 from shmload._segments.eviction import Evicted, group_evicted
@@ -49,16 +48,9 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of weights read from the source; 0 if all segments were resident before."""
     elapsed_s: float
     """Duration of the call, in seconds."""
-    importing_s: float = 0.0
-    """Of it, importing the model libraries to find dtype rules; 0 if they are remembered."""
-    deriving_rules_s: float = 0.0
-    """Of it, finding dtype rules."""
-    making_room_s: float = 0.0
-    """Of it, looking for room, evicting idle models, and waiting for room in a budget."""
-    waiting_s: float = 0.0
-    """Of it, waiting for decodes of other processes."""
-    reading_s: float = 0.0
-    """Of it, reading and decoding weights. The rest is planning, locks and digests."""
+    times_s: dict[str, float]
+    """Of it, the time of each step, in seconds: `imports`, `dtype rules`, `making room`, `waiting
+    for other processes`, `reading`. The rest is planning, locks and digests."""
     left_out: tuple[LeftOut, ...] = ()
     """Files of weights that are left to the libraries, because shmload does not read them."""
     evicted: tuple[Evicted, ...] = ()
@@ -69,18 +61,13 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
         resident = format_nbytes(self.resident_nbytes)
         done = f"already resident, {resident}"
         if self.read_nbytes:
-            others = describe_times(
-                {
-                    Step.IMPORTING: self.importing_s,
-                    Step.DERIVING_RULES: self.deriving_rules_s,
-                    Step.MAKING_ROOM: self.making_room_s,
-                    Step.WAITING: self.waiting_s,
-                }
-            )
+            others = dict(self.times_s)
+            reading_s = others.pop(Step.READING.value)
+            times = describe_times(others)
             done = (
                 f"{resident} resident in {count_of(len(self.segments), 'segment')}, "
-                f"{format_nbytes(self.read_nbytes)} read in {self.reading_s:.1f} s"
-                f"{others and f' ({others})'}"
+                f"{format_nbytes(self.read_nbytes)} read in {reading_s:.1f} s"
+                f"{times and f' ({times})'}"
             )
         left = (f"left to the library: {each}" for each in self.left_out)
         lines = (done, *map(str, self.evicted), *left)
@@ -137,18 +124,14 @@ def warm(
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
-    how = How(stay=Stay.RESIDENT, workers=workers, verify=verify)
     with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
-        steps = counter.steps
-        found, rules = find_with_rules(wanted, steps, pipeline_class=pipeline_class)
+        found, rules = find_with_rules(wanted, counter, pipeline_class=pipeline_class)
         require_read(found, wanted)
-        load = ending.enter_context(complete_load(found, rules, how, counter))
+        load = ending.enter_context(
+            complete_load(found, rules, counter, Stay.RESIDENT, workers, verify)
+        )
         held = load.holdings.segments()
-        lost = move_pins(held, are_pinned=not keep_for_s)
-        if lost:
-            logger.info(
-                "%s: its pin is on the files as they are now, and no longer on %s", source, lost
-            )
+        move_pins(held, are_pinned=not keep_for_s)
         for segment in held:
             if pin:
                 segment.pin()
@@ -163,11 +146,7 @@ def warm(
             resident_nbytes=sum(segment.nbytes for segment in held),
             read_nbytes=load.read_nbytes,
             elapsed_s=time.monotonic() - began,
-            importing_s=steps.elapsed_s(Step.IMPORTING),
-            deriving_rules_s=steps.elapsed_s(Step.DERIVING_RULES),
-            making_room_s=steps.elapsed_s(Step.MAKING_ROOM),
-            waiting_s=steps.elapsed_s(Step.WAITING),
-            reading_s=steps.elapsed_s(Step.READING),
+            times_s=counter.times_s,
             left_out=left_out,
             evicted=group_evicted(load.evicted, segments_by_lock() if load.evicted else ()),
         )
@@ -217,7 +196,7 @@ def plan(
     require_bools(keep=keep)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
     with Progress(None, wanted.title) as progress:
-        found, rules = find_with_rules(wanted, progress.steps, pipeline_class=pipeline_class)
+        found, rules = find_with_rules(wanted, progress, pipeline_class=pipeline_class)
     shards = []
     with paused_gc():
         for checkpoint in found.checkpoints:
@@ -283,11 +262,10 @@ def view(
     require_bools(keep=keep, verify=verify)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view)
     stay = Stay.RESIDENT if keep else Stay.PRIVATE
-    how = How(stay=stay, workers=workers, verify=verify)
     with contextlib.ExitStack() as ending:
         with Progress(progress, wanted.title) as counter:
-            found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
-            load = ending.enter_context(complete_load(found, rules, how, counter))
+            found, rules = find_with_rules(wanted, counter, may_be_unread=True)
+            load = ending.enter_context(complete_load(found, rules, counter, stay, workers, verify))
         lent = ending.enter_context(View(found.root, load.holdings.files()))
         load.leave_service()
         note = _note_of_left_out(found, variant)

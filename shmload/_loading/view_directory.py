@@ -12,21 +12,17 @@ from typing import Any
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.shm import SHM_DIR
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.sources import How, complete_load, find_with_rules, require_read
+from shmload._loading.sources import complete_load, find_with_rules, require_read
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
 from shmload._segments.view import Mirror, absolute, mirror
-from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ViewRefused
-
-logger = logger_of(__name__)
 
 MARKER = ".shmload-view"
 """The file that says that a directory is a view directory; it names those that are no links."""
@@ -85,16 +81,16 @@ def view_directory(
     if os.path.lexists(place) and not _may_be_filled(place):
         raise ViewRefused(place, "it is there, and no view directory; choose another place")
     with Progress(progress, wanted.title) as counter:
-        found, rules = find_with_rules(wanted, counter.steps, may_be_unread=True)
+        found, rules = find_with_rules(wanted, counter, may_be_unread=True)
         require_read(found, wanted)
         _require_apart(found, place)
-        how = How(stay=Stay.RESIDENT, workers=workers, verify=verify)
-        with complete_load(found, rules, how, counter) as load:
+        with complete_load(found, rules, counter, Stay.RESIDENT, workers, verify) as load:
             held = load.holdings.segments()
             move_pins(held)
             for segment in held:
                 segment.pin()
-            names = {plan.path: SHM_DIR / plan.segment for plan in load.holdings.plans}
+            plans = [shard.plan for shard in load.holdings.shards]
+            names = {plan.path: SHM_DIR / plan.segment for plan in plans}
             shown = mirror(absolute(found.root), names)
             shown.files.update(_configurations(found, shown, rules))
             try:
@@ -104,8 +100,6 @@ def view_directory(
             except OSError as exc:
                 why = exc.strerror or str(exc)
                 raise ViewRefused(place, f"it cannot be written: {why}") from exc
-    for each in find_left_out(found, wanted.variant):
-        logger.info("%s: linked as it is: %s", wanted.source, each)
     return place
 
 

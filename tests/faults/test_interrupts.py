@@ -19,17 +19,17 @@ os.setpgid(0, 0)
 import shmload
 from shmload._loading.load import Load
 has_stopped = threading.Event()
-cancel, wait = Load._cancel, Load.wait
-def say_and_cancel(load):
+end, wait = Load._end, Load.wait
+def say_and_end(load, **how):
     if not load._cancelled.is_set():
         load._cancelled.set()
         print("CLOSING", flush=True)
-    return cancel(load)
+    return end(load, **how)
 def say_and_wait(load):
     has_stopped.wait()
     print("WAITING", flush=True)
     wait(load)
-Load._cancel, Load.wait = say_and_cancel, say_and_wait
+Load._end, Load.wait = say_and_end, say_and_wait
 def stop(done, total):
     if not has_stopped.is_set():
         print("AT", flush=True)

@@ -38,8 +38,8 @@ def stream(source, device, shape=SHAPE):
         ) as load,
     ):
         module = nn.Module()
-        for name, fd in load.holdings.open_files():
-            for key, tensor in wrap(fd, name).items():
+        for shard, held in load.holdings.opened():
+            for key, tensor in wrap((held or shard).fd, shard.plan.path.name).items():
                 module.register_buffer(key, tensor)
         hollow = Spans(set(load.holdings.hollow))
         moves = Moves(
@@ -86,7 +86,8 @@ def test_hollow_segment_takes_no_memory(large, monkeypatch):
 
     def note(load):
         wait(load)
-        blocks.extend(os.fstat(fd).st_blocks * 512 for _, fd in load.holdings.open_files())
+        opened = load.holdings.opened()
+        blocks.extend(os.fstat((held or each).fd).st_blocks * 512 for each, held in opened)
 
     monkeypatch.setattr(Load, "wait", note)
     assert_right(stream(large, LateDevice()), large)

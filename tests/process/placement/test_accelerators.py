@@ -127,7 +127,7 @@ def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
     monkeypatch.setattr(
         Build,
         "_build_early",
-        lambda self: None if self._load.holdings.unfinished_components() else build_early(self),
+        lambda self: None if self._load.holdings.unfinished() else build_early(self),
     )
     source = saved("flux")
     assert_as_on_the_host(load(source), reference(source, torch.bfloat16))

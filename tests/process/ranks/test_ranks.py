@@ -20,7 +20,7 @@ from tracing import can_trace, noted_nbytes, noting_reads
 import shmload
 from shmload._decoding.ring import RingShape
 from shmload._devices import destination
-from shmload._loading import ranks
+from shmload._loading import holdings
 from shmload._segments import eviction
 
 _SUPPORT = Path(__file__).parents[2] / "support"
@@ -228,11 +228,11 @@ def test_ranks_wait_for_one_that_is_stopped_until_a_deadline(
 def rank(monkeypatch):
     """Make this process one of two ranks; `rank()` lets the other come and ends the wait for it."""
     others = set()
-    holders = ranks.holders
+    holders = holdings.holders
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(ranks, "_FAREWELL_S", 0)
+    monkeypatch.setattr(holdings, "_FAREWELL_S", 0)
     monkeypatch.setattr(
-        ranks, "holders", lambda names: {n: pids | others for n, pids in holders(names).items()}
+        holdings, "holders", lambda names: {n: pids | others for n, pids in holders(names).items()}
     )
 
     def come():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmload._loading import ranks
+from shmload._loading import holdings
 from shmload._settings import _LOCAL_SIZES, local_world_size
 
 
@@ -66,11 +66,11 @@ def lingering(monkeypatch):
     def wait(*names, **kwargs):
         leases = Leases(*names, **kwargs)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        monkeypatch.setattr(ranks, "Lease", leases.take)
-        monkeypatch.setattr(ranks, "holders", leases.holders)
+        monkeypatch.setattr(holdings, "Lease", leases.take)
+        monkeypatch.setattr(holdings, "holders", leases.holders)
         clock = SimpleNamespace(monotonic=lambda: leases.now_s, sleep=leases.sleep)
-        monkeypatch.setattr(ranks, "time", clock)
-        ranks.linger(leases.segments)
+        monkeypatch.setattr(holdings, "time", clock)
+        holdings.linger(leases.segments)
         for thread in threading.enumerate():
             if thread.name == "shmload-linger":
                 thread.join(10)
@@ -94,15 +94,5 @@ def test_leases_go_after_a_minute_if_some_never_come(lingering):
 
 
 def test_what_is_not_shared_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(ranks, "Lease", None)
-    ranks.linger([SimpleNamespace(name="a", is_shared=False)])
-
-
-def test_leases_go_at_once_where_no_thread_is_to_be_had(lingering, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    leases = lingering("a")
-    assert leases.open == []
-    assert leases.now_s == 0
+    monkeypatch.setattr(holdings, "Lease", None)
+    holdings.linger([SimpleNamespace(name="a", is_shared=False)])
