@@ -12,7 +12,7 @@ import pytest
 import torch
 from harm import WORKER
 from safetensors.torch import save_file
-from weight import VALUES, save_weight
+from weight import save_weight
 
 from shmload._decoding.coordinator import Coordinator
 from shmload._host.procfs import cgroup_free_nbytes
@@ -40,12 +40,6 @@ def large(tmp_path):
 def shard(tmp_path):
     """A shard of 4 MB whose decoded values `weight.assert_right` checks."""
     return save_weight(tmp_path / "model.safetensors")
-
-
-@pytest.fixture
-def other_shard(tmp_path):
-    """A shard of the same size whose values are larger by one."""
-    return save_weight(tmp_path / "other.safetensors", VALUES + 1)
 
 
 @pytest.fixture

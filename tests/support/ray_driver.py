@@ -160,15 +160,6 @@ def _until(is_so, deadline_s=_DEADLINE_S):
         time.sleep(0.01)
 
 
-def raised(call):
-    """Return the message of the error that a call raises."""
-    try:
-        call()
-    except Exception as exc:
-        return str(exc)
-    raise AssertionError("there was none")
-
-
 # Stages -------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import diffusers
 import pytest
 import torch
 import transformers
@@ -101,26 +100,3 @@ def pickled(mixed):
 def test_weights_in_pytorchs_files_have_their_own_dtype(pickled):
     got = shmload.load_pipeline(pickled, dtype="auto")
     assert_equal(got, reference(pickled, OWN))
-
-
-@pytest.mark.parametrize("name", ["AutoencoderKL", "diffusers.AutoModel"])
-def test_model_in_a_pytorch_file_has_its_own_dtype(pickled, name):
-    got = shmload.load_model(name, str(pickled), subfolder="vae", dtype="auto")
-    cls = getattr(diffusers, name.removeprefix("diffusers."))
-    wanted = cls.from_pretrained(str(pickled), subfolder="vae").half()
-    assert_component_equal(got, wanted, "vae")
-
-
-def test_model_whose_configuration_names_no_class_has_its_own_dtype(mixed):
-    config = mixed / "vae" / "config.json"
-    named = json.loads(config.read_text())
-    del named["_class_name"]
-    config.write_text(json.dumps(named))
-    got = shmload.load_model("AutoencoderKL", mixed, subfolder="vae", dtype="auto")
-    assert got.dtype is torch.float16
-
-
-def test_damaged_pytorch_file_is_left_to_the_library(pickled):
-    (pickled / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"nothing")
-    settled = settle_dtype("auto", find_source(Wanted(source=pickled)))
-    assert settled["vae"] == "float32"

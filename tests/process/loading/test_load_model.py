@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from traces import Messages, mentions_of_view, naming
 
 import shmload
-from shmload.errors import ArgumentError, SourceNotFound, UnknownArgument, UnknownDtype
+from shmload.errors import ArgumentError, SourceNotFound
 
 pytestmark = pytest.mark.libraries
 
@@ -74,15 +74,6 @@ def test_model_equals_that_of_its_class(saved, family, cls, subfolder):
     assert_model_equal(cls, source, subfolder=subfolder)
 
 
-@pytest.mark.usefixtures("bytes_come_last")
-@pytest.mark.parametrize(
-    ("cls", "folder"),
-    [(diffusers.UNet2DConditionModel, "unet"), (transformers.CLIPTextModel, "text_encoder")],
-)
-def test_model_is_built_before_its_bytes_are_there(saved, cls, folder):
-    assert_model_equal(cls, saved("stable-diffusion") / folder)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16, "auto"])
 @pytest.mark.parametrize(
     ("cls", "folder"),
@@ -100,17 +91,6 @@ def test_dtype_means_what_it_means_for_the_class(saved, cls, folder, dtype):
         assert_component_equal(got, from_pretrained(cls, source, torch.float16), folder)
     else:
         assert_model_equal(cls, source, dtype)
-
-
-def test_dtype_may_be_a_name(saved):
-    source = saved("stable-diffusion")
-    got = shmload.load_model("UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16")
-    wanted = from_pretrained(
-        diffusers.UNet2DConditionModel, source, torch.bfloat16, subfolder="unet"
-    )
-    assert_component_equal(got, wanted, "unet")
-    with pytest.raises(UnknownDtype):
-        shmload.load_model("UNet2DConditionModel", source, subfolder="unet", dtype="bf17")
 
 
 @pytest.mark.parametrize(
@@ -131,22 +111,13 @@ def test_class_may_be_a_name(saved, name, subfolder, cls):
     ("given", "text"),
     [
         ("UNet2DConditionModl", "did you mean 'UNet2DConditionModel'"),
-        ("no_such_module.Mine", "no_such_module cannot be imported"),
         (dict, "from_pretrained"),
-        (3, "from_pretrained"),
     ],
 )
 def test_what_is_no_class_of_models_is_refused(saved, evicts, given, text):
     with pytest.raises(ArgumentError, match=text):
         shmload.load_model(given, saved("stable-diffusion"), subfolder="unet", keep=True)
     assert not shmload.segments()
-
-
-@pytest.mark.parametrize("auto", ["AutoModel", diffusers.AutoModel])
-def test_typing_error_to_an_automatic_class_is_refused(saved, auto):
-    for name, near in [("dtpye", "dtype"), ("kepp", "keep")]:
-        with pytest.raises(UnknownArgument, match=f"did you mean '{near}'"):
-            shmload.load_model(auto, saved("stable-diffusion"), subfolder="unet", **{name: True})
 
 
 # Sources ------------------------------------------------------------------------------------------
@@ -157,32 +128,6 @@ def test_variant_and_shards_are_found(saved):
     assert_model_equal(
         diffusers.FluxTransformer2DModel, source, subfolder="transformer", variant="fp16"
     )
-
-
-@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`")  # diffusers, of its own call
-def test_hub_id_is_named_as_the_library_would(saved, hub_cache):
-    hub_cache.add("tiny/wan", saved("wan"))
-    for cls, subfolder in [
-        (diffusers.WanTransformer3DModel, "transformer"),
-        (transformers.UMT5EncoderModel, "text_encoder"),
-        (diffusers.AutoModel, "transformer"),
-    ]:
-        kwargs = {"cache_dir": str(hub_cache.root), "subfolder": subfolder}
-        got = shmload.load_model(cls, "tiny/wan", dtype="bfloat16", **kwargs)
-        wanted = from_pretrained(cls, "tiny/wan", torch.bfloat16, **kwargs)
-        assert_component_equal(got, wanted, subfolder)
-        assert got.config._name_or_path == "tiny/wan"
-        assert not mentions_of_view(got)
-
-
-@pytest.mark.parametrize("spelling", ["path", "slash", "relative"])
-def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
-    source = saved("stable-diffusion") / "text_encoder"
-    monkeypatch.chdir(source.parent)
-    given = {"path": source, "slash": f"{source}/", "relative": "text_encoder"}[spelling]
-    assert_model_equal(transformers.CLIPTextModel, given)
-    given = {"path": source.parent, "slash": f"{source.parent}/", "relative": "."}[spelling]
-    assert_model_equal(diffusers.UNet2DConditionModel, given, subfolder="unet")
 
 
 def test_class_that_reads_the_folders_beside_its_own_gets_them(tmp_path):
@@ -204,15 +149,6 @@ def test_class_that_reads_the_folders_beside_its_own_gets_them(tmp_path):
         for net, wanted_net in zip(got.nets, wanted.nets, strict=True):
             assert_component_equal(net, wanted_net, "net")
         assert len(got.nets) == 2
-
-
-def test_what_is_not_safetensors_is_left_to_the_library(saved, tmp_path):
-    source = saved("stable-diffusion") / "text_encoder"
-    model = transformers.CLIPTextModel.from_pretrained(source)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert_model_equal(transformers.CLIPTextModel, tmp_path)
-    assert_model_equal(diffusers.AutoModel, str(tmp_path))
 
 
 _CODE = """
@@ -267,8 +203,6 @@ def _error(call, *args, **kwargs):
         (diffusers.UNet2DConditionModel, {"subfolder": "unet", "variant": "fp16"}),
         (transformers.CLIPTextModel, {"subfolder": "text_encoder", "variant": "fp16"}),
         (diffusers.UNet2DConditionModel, {"subfolder": "no-such"}),
-        (diffusers.UNet2DConditionModel, {}),
-        (transformers.CLIPTextModel, {"subfolder": "scheduler"}),
     ],
 )
 def test_errors_are_those_of_the_library(saved, evicts, cls, kwargs):
@@ -276,11 +210,6 @@ def test_errors_are_those_of_the_library(saved, evicts, cls, kwargs):
     got = _error(shmload.load_model, cls, source, dtype="bfloat16", keep=True, **kwargs)
     assert got == _error(from_pretrained, cls, source, torch.bfloat16, **kwargs)
     assert not shmload.segments()
-
-
-def test_source_that_is_nowhere_is_said(tmp_path):
-    with pytest.raises(SourceNotFound, match="no such file or directory"):
-        shmload.load_model("UNet2DConditionModel", tmp_path / "none")
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -309,11 +238,6 @@ def test_configuration_passed_in_is_used(saved):
     assert got.config.attention_dropout == 0.25
 
 
-def test_weights_that_are_missing_are_drawn_as_the_library_draws_them(saved):
-    source = saved("stable-diffusion") / "text_encoder"
-    assert_model_equal(transformers.CLIPTextModelWithProjection, source)
-
-
 def test_device_map_is_by_the_modules_of_the_model(saved, accelerators):
     source = saved("stable-diffusion")
     got = shmload.load_model(
@@ -329,43 +253,7 @@ def test_device_map_is_by_the_modules_of_the_model(saved, accelerators):
     assert got.hf_device_map["mid_block"] == "cuda:1"
 
 
-@pytest.mark.parametrize("device_map", ["cuda:0", "auto"])
-def test_ring_brings_a_model_too(saved, accelerators, streams, device_map):
-    source = saved("stable-diffusion")
-    got = shmload.load_model(
-        "CLIPTextModel",
-        source,
-        subfolder="text_encoder",
-        dtype="bfloat16",
-        device_map=device_map,
-        max_host_memory="1MiB",
-    )
-    assert streams == [1]
-    wanted = from_pretrained(
-        transformers.CLIPTextModel, source, torch.bfloat16, subfolder="text_encoder"
-    )
-    for name, tensor in wanted.state_dict().items():
-        assert torch.equal(got.state_dict()[name], tensor)
-
-
 # What lasts ---------------------------------------------------------------------------------------
-
-
-def test_segments_are_in_use_while_the_model_lives(saved, evicts):
-    source = saved("stable-diffusion")
-    got = shmload.load_model(
-        "UNet2DConditionModel", source, subfolder="unet", dtype="bfloat16", keep=True
-    )
-    (info,) = shmload.segments()
-    assert info.is_leased
-    again = shmload.load_model(
-        diffusers.UNet2DConditionModel, source, subfolder="unet", dtype="bfloat16"
-    )
-    assert len(shmload.segments()) == 1
-    del got
-    assert shmload.segments()[0].is_leased
-    del again
-    assert not shmload.segments()[0].is_leased
 
 
 def test_shared_segments_go_with_the_last_model(saved, shm_names):
@@ -403,26 +291,6 @@ def test_adapter_of_a_model_names_its_source(saved, tmp_path):
     again = assert_model_equal(transformers.CLIPTextModel, tmp_path / "adapter")
     assert again.peft_config["default"].base_model_name_or_path == str(source)
     assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-
-
-def test_swapped_arguments_are_told(saved):
-    source = saved("stable-diffusion")
-    for swapped in ("UNet2DConditionModel", diffusers.UNet2DConditionModel):
-        with pytest.raises(ArgumentError, match="the class comes first"):
-            shmload.load_model(str(source), swapped)
-    for function in (shmload.load_pipeline, shmload.warm, shmload.load_state_dict):
-        with pytest.raises(ArgumentError, match="source is None; give a path or a hub id"):
-            function(None)
-
-
-@pytest.mark.parametrize(("given", "hint"), [(None, ""), ("unte", "; did you mean 'unet'?")])
-def test_subfolder_that_is_missing_is_told_the_ones_there_are(saved, given, hint):
-    with pytest.raises(OSError, match=r"config\.json|unte") as caught:
-        shmload.load_model("UNet2DConditionModel", saved("stable-diffusion"), subfolder=given)
-    (note,) = caught.value.__notes__
-    assert "has models in its subfolders" in note
-    assert "unet, vae" in note
-    assert note.endswith(hint)
 
 
 def test_name_that_is_no_path_here_says_where_it_looked(tmp_path, monkeypatch):

@@ -140,14 +140,6 @@ def test_older_specs_are_refused(source, monkeypatch):
 
 
 @pytest.mark.slow
-def test_copy_of_a_repository(whole, tmp_path):
-    moved = shutil.copytree(whole, tmp_path / "moved")
-    for source in (whole, str(moved), moved):
-        got = shmload.load_pipeline(source, dtype="bfloat16")
-        assert_equal(got, load(source, _BF16), tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name, tmp_path):
     """Its blocks, specs and configuration, with one small model for each of its models."""
@@ -257,8 +249,6 @@ def test_components_by_name_workflows_and_managers(source, tmp_path):
     ("given", "error", "said"),
     [
         ({"components": ["unte"]}, UnknownComponent, "did you mean 'unet'"),
-        ({"dtype": {"unte": "bfloat16"}}, UnknownComponent, "did you mean 'unet'"),
-        ({"device_map": {"unte": "cpu"}}, UnknownComponent, "did you mean 'unet'"),
         ({"dtpye": "bfloat16"}, UnknownArgument, "did you mean 'dtype'"),
         ({"pipeline_class": "FluxPipeline"}, ValueError, "leave the class out"),
     ],

@@ -7,8 +7,6 @@ from comparing import assert_equal, from_pretrained
 from traces import Messages, mentions_of_view, naming
 
 import shmload
-from shmload._loading.load import Load
-from shmload._placement.placement import place
 from shmload.errors import ArgumentError
 
 pytestmark = pytest.mark.libraries
@@ -26,14 +24,6 @@ class Mine(diffusers.DiffusionPipeline):
             unet=unet,
             scheduler=scheduler,
         )
-
-
-class Subclass(diffusers.StableDiffusionPipeline):
-    """A subclass that takes fewer components than its base: its `components` raises an error."""
-
-    def __init__(self, vae, text_encoder, tokenizer, unet, scheduler):
-        parts = (vae, text_encoder, tokenizer, unet, scheduler)
-        super().__init__(*parts, None, None, requires_safety_checker=False)
 
 
 def assert_loads_by_class(pipeline_class, source, given=None, **kwargs):
@@ -77,62 +67,6 @@ def test_subclass_of_a_user_is_the_one_that_loads(saved, evicts):
     assert_equal(kept, got)
 
 
-@pytest.fixture
-def begun(monkeypatch):
-    """The components that each load began to decode."""
-    found = []
-
-    def begin(source, *args, **kwargs):
-        found.append({checkpoint.component for checkpoint in source.checkpoints})
-        return Load(source, *args, **kwargs)
-
-    monkeypatch.setattr("shmload._building.attempt.Load", begin)
-    return found
-
-
-@pytest.mark.parametrize("name", [Mine, f"{Mine.__module__}.{Mine.__qualname__}"])
-def test_component_that_a_class_does_not_take_is_not_loaded(saved, begun, name):
-    shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=name)
-    assert begun[-1] == {"unet", "vae", "text_encoder"}
-    # What a class takes is known before the decode only if the class itself is given.
-    assert len(begun) == 1 + (name is not Mine)
-
-
-def test_strategy_with_a_limit_places_what_the_class_takes(saved, accelerators, monkeypatch):
-    placed = []
-
-    def place_noted(components, *args):
-        placed.append({component.name for component in components})
-        return place(components, *args)
-
-    monkeypatch.setattr("shmload._building.route.place", place_noted)
-    got = shmload.load_pipeline(
-        saved("stable-diffusion"),
-        pipeline_class=f"{Mine.__module__}.{Mine.__qualname__}",
-        device_map="balanced",
-        max_host_memory="1MiB",
-    )
-    assert placed == [{"unet", "vae", "text_encoder"}]
-    assert set(got.hf_device_map) <= {"", *placed[0]}
-
-
-def test_subclass_that_takes_less_than_its_base_loads(saved, accelerators):
-    source = saved("stable-diffusion")
-    got = shmload.load_pipeline(source, pipeline_class=Subclass, device_map="cuda:0")
-    assert type(got) is Subclass
-    assert got.hf_device_map == {"": "cuda:0"}
-
-
-def test_component_left_out_that_the_class_does_not_take_is_no_warning(saved):
-    source = saved("stable-diffusion")
-    with Messages() as said:
-        got = shmload.load_pipeline(
-            source, pipeline_class=Mine, dtype="bfloat16", components=["vae"]
-        )
-    assert got.unet is None
-    assert not [text for text in said.texts if "not expected" in str(text)]
-
-
 def test_class_whose_packages_are_missing_names_them(saved, monkeypatch, evicts):
     name = "OnnxStableDiffusionPipeline"
     dummies = diffusers.utils.dummy_torch_and_transformers_and_onnx_objects
@@ -149,49 +83,17 @@ def test_name_with_a_module_is_a_class_too(saved):
     assert type(got) is Mine
 
 
-def test_passed_component_belongs_to_the_class(saved, evicts):
-    source = saved("stable-diffusion")
-    unet = diffusers.UNet2DConditionModel.from_pretrained(source / "unet")
-    got = shmload.load_pipeline(
-        source,
-        pipeline_class="StableDiffusionInpaintPipeline",
-        dtype="bfloat16",
-        unet=unet,
-        safety_checker=None,
-        keep=True,
-    )
-    assert type(got) is diffusers.StableDiffusionInpaintPipeline
-    assert got.unet is unet
-    assert len(shmload.segments()) == 2
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ("StableDiffusionImg2ImgPipelin", "did you mean 'StableDiffusionImg2ImgPipeline'"),
-        ("no_such_module.Mine", "no_such_module cannot be imported"),
-        (diffusers.UNet2DConditionModel, "use load_model"),
         ("UNet2DConditionModel", "use load_model"),
-        (3, "no class with a `from_pretrained`"),
     ],
 )
 def test_what_is_no_class_of_pipelines_is_refused(saved, evicts, given, text):
     with pytest.raises(ArgumentError, match=text):
         shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=given, keep=True)
     assert not shmload.segments()
-
-
-def test_ring_brings_the_class_too(saved, accelerators, streams):
-    got = shmload.load_pipeline(
-        saved("stable-diffusion"),
-        pipeline_class=Mine,
-        dtype="bfloat16",
-        device_map="cuda:0",
-        max_host_memory="1MiB",
-    )
-    assert type(got) is Mine
-    assert got.unet.hf_device_map == {"": "cuda:0"}
-    assert streams
 
 
 def test_handle_brings_the_class(saved, evicts):
@@ -218,30 +120,6 @@ def test_handle_of_a_class_that_nobody_else_can_import_is_refused(saved):
         shmload.Handle.of(saved("stable-diffusion"), pipeline_class=Local)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("StableDiffusionImg2ImgPipelin", "did you mean 'StableDiffusionImg2ImgPipeline'"),
-        ("UNet2DConditionModel", "use load_model"),
-    ],
-)
-def test_name_of_no_pipeline_is_refused_by_share_at_once(saved, evicts, given, text):
-    source = saved("stable-diffusion")
-    for make in (shmload.share, shmload.Handle.of):
-        with pytest.raises(ArgumentError, match=text):
-            make(source, pipeline_class=given)
-    assert not shmload.segments()
-
-
-def test_share_decodes_what_the_class_takes(saved, evicts):
-    name = "StableDiffusionLatentUpscalePipeline"
-    source = saved("stable-diffusion")
-    with shmload.share(source, dtype="bfloat16", pipeline_class=name) as handle:
-        assert len(shmload.segments()) == 3
-        got = shmload.Handle.from_text(handle.text).load()
-        assert type(got).__name__ == name
-
-
 def test_warm_and_plan_know_what_the_class_takes(saved, evicts):
     source = saved("stable-diffusion")
     name = "StableDiffusionLatentUpscalePipeline"
@@ -252,7 +130,3 @@ def test_warm_and_plan_know_what_the_class_takes(saved, evicts):
     assert len(report.segments) == 3
     shmload.load_pipeline(source, dtype="bfloat16", pipeline_class=name, keep=True)
     assert len(shmload.segments()) == 3
-    with pytest.raises(ArgumentError, match="did you mean"):
-        shmload.warm(source, pipeline_class=f"{name}s")
-    with pytest.raises(ArgumentError, match="is for pipelines"):
-        shmload.plan(source / "unet", pipeline_class=name)

@@ -3,8 +3,6 @@
 import diffusers
 import pytest
 import torch
-from mappings import Mappings, state_of
-from pipelines import FAMILIES
 
 import shmload
 from shmload._building import build
@@ -12,15 +10,6 @@ from shmload._building import build
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
 _BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_of_pipelines_are_mapped_from_files(saved, family):
-    for dtype, keep in ((_BF16, True), (_BF16, False), (None, "converted")):
-        pipe = shmload.load_pipeline(saved(family), dtype=dtype, keep=keep)
-        mappings = Mappings()
-        weights = {name: each for name, each in state_of(pipe).items() if each.numel()}
-        assert not [name for name, each in weights.items() if not mappings.find(each)[1]]
 
 
 class Copying(diffusers.StableDiffusionPipeline):

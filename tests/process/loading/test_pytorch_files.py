@@ -6,7 +6,6 @@ import pickle
 import diffusers
 import pytest
 import torch
-import transformers
 from comparing import assert_component_equal, assert_equal, reference
 from mappings import copied_nbytes
 from safetensors.torch import load_file, save_file
@@ -94,11 +93,13 @@ def test_use_safetensors_means_the_same(copied):
         shmload.load_pipeline(source, use_safetensors=True)
 
 
-@pytest.mark.parametrize("kind", ["parameters", "gradients"])
-def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, kind, evicts):
+def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, evicts):
     def save(tensors, path):
-        wrap = torch.nn.Parameter if kind == "parameters" else torch.Tensor.requires_grad_
-        floats = {name: wrap(each) for name, each in tensors.items() if each.is_floating_point()}
+        floats = {
+            name: torch.nn.Parameter(each)
+            for name, each in tensors.items()
+            if each.is_floating_point()
+        }
         torch.save(tensors | floats, path)
 
     source = rewrite(copied("stable-diffusion"), save)
@@ -109,17 +110,6 @@ def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, kind
     found, wanted = shmload.load_state_dict(path), torch.load(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert not any(tensor.requires_grad for tensor in found.values())
-
-
-def test_pipeline_of_both_formats_is_shared(copied, evicts):
-    source = copied("stable-diffusion")
-    (path,) = (source / "unet").glob("*.safetensors")
-    torch.save(load_file(path), path.with_suffix(".bin"))
-    path.unlink()
-    got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True)
-    assert_equal(got, reference(source, torch.bfloat16))
-    assert copied_nbytes(got) == 0
-    assert shmload.plan(source, dtype=torch.bfloat16).left_out == ()
 
 
 @pytest.mark.parametrize("beside", ["", "unread", "index"])
@@ -149,14 +139,6 @@ def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, ev
         ),
         "vae",
     )
-
-
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_model_of_transformers(copied, dtype):
-    folder = rewrite(copied("flux")) / "text_encoder_2"
-    got = shmload.load_model("T5EncoderModel", folder, dtype=dtype)
-    wanted = transformers.T5EncoderModel.from_pretrained(folder, dtype=dtype)
-    assert_component_equal(got, wanted, "text_encoder_2")
 
 
 def test_state_dict_of_views_of_one_storage(tmp_path):
@@ -199,18 +181,6 @@ def test_what_is_not_read_is_left_to_the_library(copied, evicts, save):
     assert (left.path, left.component) == (path, "vae")
     with pytest.raises(shmload.PickleUnread, match="let the library load it"):
         shmload.load_state_dict(path)
-
-
-@pytest.mark.slow
-def test_transposed_model_of_transformers_is_left_to_it(copied):
-    folder = rewrite(copied("flux"), _strided) / "text_encoder_2"
-    got = shmload.load_model("T5EncoderModel", folder)
-    wanted = transformers.T5EncoderModel.from_pretrained(folder)
-    assert_component_equal(got, wanted, "text_encoder_2")
-    keeps_strides = not transformers.__version__.startswith("4.")
-    assert wanted.shared.weight.is_contiguous() is not keeps_strides
-    with pytest.raises(shmload.SourceNotFound, match="do not lie next to each other"):
-        shmload.warm(folder)
 
 
 def test_file_of_many_names_for_one_storage_takes_no_room(tmp_path, evicts):

@@ -8,7 +8,6 @@ import gc
 import json
 from typing import ClassVar
 
-import diffusers
 import pytest
 import torch
 import transformers
@@ -20,11 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from warming import TENSORS, assert_same
 
 import shmload
-from shmload._building.maker import Maker
-from shmload._building.options import Options
-from shmload._building.route import choose_route
-from shmload._checkpoints.hub import find_model
-from shmload._checkpoints.wanted import Hub, Wanted
 
 pytestmark = pytest.mark.libraries
 
@@ -42,12 +36,6 @@ class Quantising(transformers.CLIPTextModel):
         found = super().from_pretrained(path, **kwargs)
         found.came_from = str(path)
         return found
-
-
-def asked(**kwargs):
-    names = ("max_memory", "max_host_memory", "share", "workers", "progress")
-    given = dict.fromkeys(names) | {"keep": False, "verify": False}
-    return Options(**given | {"device_map": "cuda:0"} | kwargs)
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "load_in_4bit", "load_in_8bit"])
@@ -72,38 +60,24 @@ def test_library_gets_stored_weights_and_the_device_map(saved, name, evicts):
     assert {info.conversion for info in shmload.segments()} == {"raw"}
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
-@pytest.mark.parametrize(
-    ("cls", "subfolder"),
-    [(diffusers.UNet2DConditionModel, "unet"), (transformers.CLIPTextModel, "text_encoder")],
-)
-def test_checkpoint_that_is_quantised_is_placed_by_the_library(
-    copied, cls, subfolder, is_quantised
-):
+class Refusing(transformers.CLIPTextModel):
+    """Says what it is asked, and loads nothing."""
+
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        raise NotImplementedError(kwargs.get("device_map"))
+
+
+def test_checkpoint_that_is_quantised_is_placed_by_the_library(copied, accelerators):
     source = copied("stable-diffusion")
-    path = source / subfolder / "config.json"
+    path = source / "text_encoder" / "config.json"
     config = json.loads(path.read_text())
-    if is_quantised:
-        path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    found = find_model(Wanted(source=source, hub=Hub(subfolder=subfolder)))
-    kwargs = {}
-    route = choose_route(found, Maker(), "float16", asked(max_memory={0: "1GiB"}), kwargs)
-    assert (route.destination is None) is is_quantised
-    assert route.may_stream is not is_quantised
-    given = {"device_map": "cuda:0", "max_memory": {0: "1GiB"}}
-    assert kwargs == (given if is_quantised else {})
-
-
-def test_limit_of_host_memory_does_not_go_with_quantised_weights(saved):
-    with pytest.raises(shmload.errors.ArgumentError, match="quantised weights"):
-        shmload.load_model(
-            Quantising,
-            saved("stable-diffusion"),
-            subfolder="text_encoder",
-            device_map="cuda:0",
-            load_in_8bit=True,
-            max_host_memory="1MiB",
-        )
+    given = {"subfolder": "text_encoder", "device_map": "cuda:0"}
+    with pytest.raises(NotImplementedError, match="None"):  # shmload places it
+        shmload.load_model(Refusing, source, **given)
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(NotImplementedError, match="cuda:0"):
+        shmload.load_model(Refusing, source, **given)
 
 
 def first_layer(model):

@@ -5,7 +5,6 @@ is skipped where its package is missing. CONTRIBUTING.md says how to run them.
 """
 
 import gc
-import importlib
 import sys
 import warnings
 
@@ -95,21 +94,3 @@ def test_model_is_that_of_the_library_and_is_shared(quantised, evicts):
         del got, found
         gc.collect()
     assert shmload.plan(folder, **_DTYPE).left_out == ()
-
-
-def test_header_keeps_the_metadata_and_nothing_is_cast(quantised, evicts):
-    safetensors = importlib.import_module("safetensors")
-    _, folder = quantised
-    (path,) = folder.glob("*.safetensors")
-    with safetensors.safe_open(path, "pt") as file:
-        wanted = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        metadata = file.metadata() or {}
-    for source in (folder, path):
-        with (
-            shmload.view(source, keep=True, dtype="float16") as lent,
-            safetensors.safe_open(lent if lent.is_file() else lent / path.name, "pt") as file,
-        ):
-            assert metadata.items() <= file.metadata().items()
-        found = shmload.load_state_dict(source, dtype="float16")
-        assert_same_parts(sorted(found.items()), sorted(wanted.items()))
-    assert [info.conversion for info in shmload.segments()] == ["raw"]

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import shmload
@@ -74,17 +73,6 @@ def test_example_runs(saved, lora, tmp_path, warm_python, evicts, place):
     ended = warm_python.run(path)
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(printed, ended.stdout)
-
-
-@pytest.mark.libraries
-def test_automatic_class_alone_keeps_the_dtype(saved, evicts):
-    import diffusers
-
-    pipe = shmload.load_pipeline(saved("stable-diffusion"), dtype="bfloat16")
-    kind = diffusers.StableDiffusionImg2ImgPipeline
-    assert kind.from_pipe(pipe, torch_dtype=pipe.dtype).unet.dtype == torch.bfloat16
-    assert kind.from_pipe(pipe).unet is pipe.unet
-    assert pipe.unet.dtype == torch.float32
 
 
 def test_replaced_file_has_a_row_until_it_is_unused(folder, evicts):

@@ -6,15 +6,11 @@ import diffusers
 import pytest
 import torch
 from comparing import assert_component_equal, assert_equal
-from movement import Movement
 from safetensors.torch import save_file
-from transformers import CLIPTextModel
 
 import shmload
 from benchmarks import single_files
-from shmload._building.maker import as_torch
 from shmload._building.mapped import Spans
-from shmload._building.single_file import SingleFileMaker
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
 
@@ -44,20 +40,6 @@ def models_of(pipe):
     return [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
 
 
-@pytest.fixture(autouse=True)
-def nothing_computes_with_weights(monkeypatch):
-    """Check that diffusers only moves and casts what it reads: so it may be cast before."""
-    make = SingleFileMaker.make
-
-    def watched(self, path, dtype, kwargs):
-        with Movement(path, as_torch(dtype) or torch.float32) as movement:
-            made = make(self, path, dtype, kwargs)
-        assert movement.computed == ""
-        return made
-
-    monkeypatch.setattr(SingleFileMaker, "make", watched)
-
-
 # Pipelines ----------------------------------------------------------------------------------------
 
 
@@ -84,28 +66,6 @@ def test_sdxl_copies_only_what_diffusers_joins(one_file, suffix, dtype, evicts):
     # In the file its second encoder has one tensor for three projections, and one transposed.
     encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
     assert 0 < private_nbytes(models_of(got)) < encoder
-
-
-def test_warm_makes_the_segment_that_is_attached(one_file, evicts):
-    config, path = one_file("stable-diffusion")
-    report = shmload.warm(path, dtype="bfloat16")
-    pipe = shmload.load_pipeline(path, config=config, dtype="bfloat16", keep=True)
-    assert [segment.name for segment in decoded()] == list(report.segments)
-    assert private_nbytes(models_of(pipe)) == 0
-
-
-def test_file_is_known_by_its_content(one_file, tmp_path, evicts):
-    config, path = one_file("stable-diffusion")
-    other = tmp_path / "model.sft"
-    other.symlink_to(path)
-    got = shmload.load_pipeline(other, config=config, dtype=torch.bfloat16, keep=True)
-    wanted = library_alone(diffusers.StableDiffusionPipeline, path, config, torch.bfloat16)
-    for name in ("unet", "vae", "text_encoder"):
-        assert_component_equal(getattr(got, name), getattr(wanted, name), name)
-    text = tmp_path / "notes.safetensors"
-    text.write_text("nothing but text")
-    with pytest.raises(shmload.WrongFormat, match="a text"):
-        shmload.load_pipeline(text, config=config)
 
 
 def test_components_may_be_passed(one_file, evicts):
@@ -172,12 +132,6 @@ def test_transformer_with_its_authors_names(saved, tmp_path, dtype, evicts):
     assert_component_equal(got, wanted, "transformer")
 
 
-def test_auto_is_the_dtype_of_the_file(one_file, evicts):
-    config, path = one_file("stable-diffusion")
-    given = {"config": config, "subfolder": "vae", "dtype": "auto"}
-    assert shmload.load_model("AutoencoderKL", path, **given).dtype is torch.float32
-
-
 @pytest.mark.slow
 def test_file_that_torch_unpickles_is_shared(one_file, tmp_path, evicts):
     config, path = one_file("stable-diffusion", ".ckpt")
@@ -210,15 +164,6 @@ def test_wrong_arguments_of_a_pipeline(one_file, given, message, evicts):
     with pytest.raises(shmload.ArgumentError, match=re.escape(message)):
         shmload.load_pipeline(path, **given)
     assert decoded() == []
-
-
-@pytest.mark.parametrize("cls", [CLIPTextModel, "CLIPTextModel"])
-def test_class_without_the_method(one_file, cls):
-    _, path = one_file("stable-diffusion")
-    with pytest.raises(
-        shmload.ArgumentError, match="cls is 'CLIPTextModel', which is no class with"
-    ):
-        shmload.load_model(cls, path)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])

@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._checkpoints.formats import safetensors as safetensors_format
-from shmload._loading import shard
 
 FLOATS = [
     torch.float64,
@@ -122,12 +120,6 @@ def test_shards_equal_safetensors(single, sharded, configure, evicts, dtype, kee
     assert len(shmload.segments()) == (3 if keep else 0)
 
 
-def test_directory_of_one_file_and_each_spelling_of_a_path(single, monkeypatch):
-    monkeypatch.chdir(single.parent)
-    for path in (single.parent, str(single), f"{single.parent}/", "model.safetensors", "."):
-        assert_state_equal(shmload.load_state_dict(path), load_file(single))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16", "BF16"])
 def test_dtype_by_name(single, dtype):
     got = shmload.load_state_dict(single, dtype)
@@ -161,40 +153,6 @@ def test_half_bytes_equal_safetensors(tmp_path):
         assert torch.equal(got[name].view(torch.uint8), tensors[name])
 
 
-def test_file_of_no_tensors_is_an_empty_dict(tmp_path, evicts):
-    path = tmp_path / "model.safetensors"
-    save_file({}, path)
-    for kwargs in ({}, {"dtype": torch.bfloat16}, {"keep": True, "verify": True}):
-        assert shmload.load_state_dict(path, **kwargs) == {}
-
-
-def test_file_of_empty_tensors_alone(tmp_path, evicts):
-    path = tmp_path / "model.safetensors"
-    tensors = {"a": torch.empty(0), "b": torch.empty(4, 0, dtype=torch.int64)}
-    save_file(tensors, path)
-    for keep in (False, True):
-        got = shmload.load_state_dict(path, torch.bfloat16, keep=keep, verify=True)
-        assert_state_equal(got, tensors, torch.bfloat16)
-
-
-def test_empty_file_is_truncated(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.touch()
-    with pytest.raises(shmload.ShardTruncated, match=r"model\.safetensors is truncated: 8 bytes"):
-        shmload.load_state_dict(path)
-
-
-def test_pipeline_is_not_one_checkpoint(tmp_path, single):
-    # Both encoders have the same tensor names, which one dict cannot hold.
-    index = {name: ["transformers", "CLIPTextModel"] for name in ("a", "b")}
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "P"} | index))
-    for name in index:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").symlink_to(single)
-    with pytest.raises(shmload.ShmloadError, match=str(tmp_path)):
-        shmload.load_state_dict(tmp_path)
-
-
 def test_unknown_dtype_is_refused(single):
     with pytest.raises(shmload.UnknownDtype, match="'bfloat17'"):
         shmload.load_state_dict(single, "bfloat17")
@@ -216,15 +174,6 @@ def test_each_tensor_has_a_storage_of_its_own(single, evicts, kind):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert tensor.storage_offset() == 0
     assert len(pickle.dumps(state["scalar"])) < 1000
-
-
-def test_tensors_of_a_segment_are_aligned(single, evicts):
-    for kwargs in ({"dtype": torch.bfloat16}, {"keep": True}):
-        state = shmload.load_state_dict(single, **kwargs)
-        for name, tensor in state.items():
-            assert tensor.data_ptr() % tensor.itemsize == 0, name
-            if tensor.nbytes % 64 == 0:
-                assert tensor.data_ptr() % 64 == 0, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,44 +232,6 @@ def test_private_segment_has_no_name_and_goes_with_its_tensors(single, shm_names
     assert "shmload-" not in Path("/proc/self/maps").read_text()
 
 
-def test_attach_parses_each_header_once_and_plans_no_layout(tmp_path, evicts, monkeypatch):
-    path = tmp_path / "model.safetensors"
-    save_file({f"layer.{n}": torch.full((1,), n) for n in range(2_000)}, path)
-    shmload.load_state_dict(path, keep=True)
-    calls = []
-
-    def noted(function):
-        def call(*args, **kwargs):
-            calls.append(function.__name__)
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(shard, "lay_out", noted(shard.lay_out))
-    monkeypatch.setattr(safetensors_format, "_parse", noted(safetensors_format._parse))
-    again = shmload.load_state_dict(path, keep=True)
-    assert again["layer.1999"] == 1999
-    assert calls == ["_parse", "_parse"]  # the shard's and the segment's
-
-
-def test_thousands_of_tensors_take_few_descriptors(tmp_path, evicts):
-    path = tmp_path / "model.safetensors"
-    tensors = {f"layer.{number}": torch.full((3,), float(number)) for number in range(3000)}
-    save_file(tensors, path)
-    for kwargs in ({}, {"dtype": torch.bfloat16}, {"keep": True}):
-        before = descriptors()
-        state = shmload.load_state_dict(path, **kwargs)
-        assert len(descriptors() - before) <= 1
-        assert_state_equal(state, tensors, kwargs.get("dtype"))
-        del state
-
-
-def test_same_dtype_maps_the_file_and_takes_no_shared_memory(single, shm_names):
-    state = shmload.load_state_dict(single)
-    assert str(single) in Path("/proc/self/maps").read_text()
-    assert (shm_names(), len(state)) == ([], len(load_file(single)))
-
-
 def test_second_process_attaches_what_the_first_kept(single, child, evicts):
     first = child(
         "import sys, shmload\n"
@@ -358,20 +269,6 @@ def as_dict(info):
 
 
 @pytest.mark.parametrize("inline_nbytes", [0, 1 << 30])
-def test_progress_counts_to_the_end(tmp_path, configure, inline_nbytes):
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(6_000_000), "b": torch.ones(1000)}, path)
-    configure(inline_nbytes=inline_nbytes, workers=1)
-    seen = []
-    shmload.load_state_dict(path, torch.bfloat16, progress=lambda *counts: seen.append(counts))
-    total = 4 * 6_001_000
-    assert {counts[1] for counts in seen} == {total}
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert len(seen) > 1
-    assert seen[-1] == (total, total)
-
-
-@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30])
 @pytest.mark.parametrize("error", [RuntimeError, OSError, BrokenPipeError])
 def test_error_of_the_callback_ends_the_load(
     single, configure, shm_names, worker_pids, inline_nbytes, error
@@ -384,16 +281,6 @@ def test_error_of_the_callback_ends_the_load(
     with pytest.raises(error, match="the callback's own"):
         shmload.load_state_dict(single, torch.bfloat16, keep=True, progress=fail)
     assert (shm_names(), worker_pids()) == ([], [])
-
-
-def test_subfolder_that_is_not_there(tmp_path):
-    path = tmp_path / "unet" / "model.safetensors"
-    path.parent.mkdir()
-    save_file({"a": torch.ones(2)}, path)
-    with pytest.raises(shmload.SourceNotFound, match="no subfolder 'unt'; did you mean 'unet'"):
-        shmload.load_state_dict(tmp_path, subfolder="unt")
-    with pytest.raises(shmload.ArgumentError, match="subfolder is for directories"):
-        shmload.load_state_dict(path, subfolder="unet")
 
 
 # Metadata -----------------------------------------------------------------------------------------
@@ -410,13 +297,3 @@ def test_metadata_of_the_files_is_an_attribute(tmp_path, keep, evicts):
         assert found.metadata == {"scale": "4", "own": "b"}
         alone = shmload.load_state_dict(tmp_path / "c.safetensors", dtype, keep=keep)
         assert alone.metadata == {}
-
-
-def test_it_is_saved_and_read_like_torchs_own(tmp_path):
-    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors", {"scale": "4"})
-    found = shmload.load_state_dict(tmp_path / "a.safetensors")
-    torch.save(found, tmp_path / "a.pt")
-    read = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert type(read) is type(found) is type(torch.nn.Linear(1, 1).state_dict())
-    assert read.metadata == {"scale": "4"}
-    assert pickle.loads(pickle.dumps(found)).metadata == {"scale": "4"}

@@ -1,6 +1,5 @@
 """A view is a private directory in the library's layout, removed at the end of its block."""
 
-import gc
 import json
 import os
 import subprocess
@@ -41,15 +40,6 @@ def test_view_of_a_directory_has_all_that_is_in_it(folder):
     assert_same(found, as_bf16(TENSORS))
     assert not path.exists()
     assert (folder / "extra" / "deep" / "notes.txt").exists()  # removing a view removes links only
-
-
-def test_view_can_be_read_by_its_user_whatever_the_umask(folder):
-    before = os.umask(0o777)
-    try:
-        with shmload.view(folder, dtype=torch.bfloat16) as path:
-            assert path.stat().st_mode & 0o777 == 0o700
-    finally:
-        os.umask(before)
 
 
 def test_view_is_removed_whatever_happens_in_it(checkpoint, shm_names):
@@ -97,20 +87,7 @@ def test_view_of_a_pipeline_replaces_the_weights_of_some_components(tmp_path, ev
         shmload.warm(source, components=["vea"])
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_view_of_a_relative_path_leads_somewhere(checkpoint, monkeypatch, dtype):
-    monkeypatch.chdir(checkpoint.parent)
-    with shmload.view(checkpoint.name, torch_dtype=dtype) as path:
-        assert_same(load_file(path), as_bf16(TENSORS) if dtype else TENSORS)
-
-
 def test_view_can_be_read_by_other_processes(checkpoint):
     with shmload.view(checkpoint, torch_dtype=torch.bfloat16) as path:
         done = subprocess.run(["cat", path], stdin=subprocess.DEVNULL, capture_output=True)
         assert done.stdout == path.read_bytes()
-
-
-def test_collector_runs_while_a_view_is_in_use(checkpoint):
-    assert gc.isenabled()
-    with shmload.view(checkpoint, torch_dtype=torch.bfloat16):
-        assert gc.isenabled()

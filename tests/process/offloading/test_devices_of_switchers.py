@@ -37,20 +37,6 @@ def program(offloading, saved):
 
 
 @pytest.mark.slow
-def test_pipelines_run_on_the_device_and_their_weights_stay_on_the_host(program):
-    program("""
-with switcher() as s:
-    before = o.stand_in.counts()
-    for turn in range(3):
-        for name in models:
-            with s.use(name) as pipe:
-                require_on_device(pipe, name)
-    after = o.stand_in.counts()
-    assert s.figures.loads == 3
-""")
-
-
-@pytest.mark.slow
 def test_others_leave_the_device_and_weights_are_in_their_segments_again(program):
     program("""
 models = {"base": sys.argv[1], "half": {"source": sys.argv[1], "dtype": "float16"}}
@@ -102,17 +88,4 @@ pipe.to("cpu")
 outside = o.all_outside(pipe)
 assert not outside, outside
 o.require_equal(pipe, values["y"])
-""")
-
-
-def test_tensors_without_elements_are_not_taken_for_tied_ones(program):
-    program("""
-model = torch.nn.Linear(4, 4)
-for name in "ab":
-    model.register_buffer(name, torch.empty(0))
-reader = shmload.publish(model, "empties").load().to(o.DEVICE)
-with torch.no_grad():
-    model.weight.add_(1)
-shmload.update(reader, shmload.publish(model, "empties"))
-assert torch.equal(reader.weight.cpu(), model.weight)
 """)

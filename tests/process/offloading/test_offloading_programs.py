@@ -86,24 +86,6 @@ assert {{type(each).__name__ for each in model.parameters()}} == kinds
     )
 
 
-def test_tensor_that_is_made_of_others_moves_as_its_class_does(offloading, saved):
-    offloading(
-        saved("stable-diffusion"),
-        f"""{BEGIN}
-from torch.testing._internal.two_tensor import TwoTensor
-unet = o.load(SOURCE).unet
-layer = next(each for each in unet.modules() if isinstance(each, torch.nn.Linear))
-values = layer.weight.detach().clone(), layer.weight.detach() + 1
-layer.weight = torch.nn.Parameter(TwoTensor(*map(torch.clone, values)))
-for _ in range(2):
-    unet.to(o.DEVICE)
-    unet.to("cpu")
-    assert len(o.outside(unet)) == 1
-    assert torch.equal(layer.weight.a, values[0]) and torch.equal(layer.weight.b, values[1])
-""",
-    )
-
-
 @pytest.mark.parametrize("call", ["streams-leaves", "streams-little-leaves"])
 def test_weights_that_a_stream_brings_from_elsewhere_are_not_updated(offloading, saved, call):
     skip_what_is_lacking(call)
@@ -149,39 +131,6 @@ assert all("to_q" in name for name in o.outside(pipe.unet))
     )
 
 
-@pytest.mark.slow
-def test_mix_comes_home_with_its_fuse(offloading, saved):
-    offloading(
-        saved("stable-diffusion"),
-        f"""{BEGIN}
-from pathlib import Path
-from shmload._building import remembered
-remembered._MUCH_NBYTES = 1
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
-other = diffusers.StableDiffusionPipeline.from_pretrained(SOURCE)
-other.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
-name = "pytorch_lora_weights.safetensors"
-folder = Path(SOURCE + "-lora")
-other.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(other.unet))
-other = diffusers.StableDiffusionPipeline.from_pretrained(SOURCE)
-other.load_lora_weights(folder, weight_name=name)
-other.fuse_lora()
-other.unload_lora_weights()
-wanted = other.unet.state_dict()
-base = o.load(SOURCE)
-plain = {{key: each.clone() for key, each in base.unet.state_dict().items()}}
-assert any(not torch.equal(wanted[key], each) for key, each in plain.items())
-for _ in range(2):
-    pipe = shmload.mix(SOURCE, [folder / name], progress=False)
-    o.load(SOURCE)
-    require_home([pipe.unet, base.unet])
-    for unet, state in (pipe.unet, wanted), (base.unet, plain):
-        assert all(torch.equal(each, state[key]) for key, each in unet.state_dict().items())
-""",
-    )
-
-
 def test_result_on_a_device_is_not_kept(offloading, saved):
     offloading(
         saved("stable-diffusion"),
@@ -197,30 +146,6 @@ for _ in range(2):
     assert make(0, o.DEVICE).weight.device.type == "standin"
 (segment,) = shmload.segments()
 assert segment.kept == "nothing: its weights are on a device"
-""",
-    )
-
-
-@pytest.mark.slow
-def test_threads_offload_at_once(offloading, saved):
-    offloading(
-        saved("stable-diffusion"),
-        f"""{BEGIN}
-pipes = [o.load(SOURCE), o.load(SOURCE)]
-failed = []
-def work(pipe):
-    try:
-        for _ in range(4):
-            require_home([pipe.unet, pipe.vae])
-    except BaseException as exc:
-        failed.append(exc)
-threads = [threading.Thread(target=work, args=[each]) for each in pipes]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join(120)
-assert not failed, failed
-assert not any(each.is_alive() for each in threads)
 """,
     )
 

@@ -1,7 +1,5 @@
 """Pipelines of all families, with adapters or blocks, come back and make the same pictures."""
 
-from pathlib import Path
-
 import diffusers
 import gguf
 import gguf_models
@@ -10,7 +8,7 @@ import pipelines
 import pytest
 import torch
 from adapters import EMBEDDING, ip_adapter_of, noise
-from comparing import assert_equal, reference
+from comparing import assert_equal
 from gguf_files import KINDS, save_blocks
 from lacking import skip_what_is_lacking, takes_adapters
 from peft import LoraConfig
@@ -97,23 +95,6 @@ def test_lora(load, lora_of, family, is_fused):
         pipe.fuse_lora(lora_scale=0.7)
         pipe.unload_lora_weights()
     assert not np.array_equal(assert_comes_back(pipe), plain)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_mix_is_what_the_library_fuses(saved, lora_of, family):
-    file = Path(lora_of(family), "pytorch_lora_weights.safetensors")
-    wanted = reference(saved(family))
-    wanted.load_lora_weights(lora_of(family), weight_name=file.name)
-    wanted.fuse_lora(lora_scale=0.7)
-    wanted.unload_lora_weights()
-    for _ in range(2):
-        got = shmload.mix(saved(family), [(file, 0.7)], progress=False)
-        assert modes_of(got) == modes_of(wanted)
-        for model in models_of(got):
-            model.eval()
-    for model in models_of(wanted):
-        model.eval()
-    assert_equal(got, wanted)
 
 
 @pytest.mark.parametrize("family", ["stable-diffusion", "sdxl"])

@@ -64,14 +64,6 @@ def test_newest_version_alone_is_pinned(load):
     assert first.newest() == "shm:vae@2"
 
 
-def test_versions_that_are_begun_at_once_are_two():
-    begun = [Publication("vae").begin() for _ in range(2)]
-    assert [number for number, _ in begun] == [1, 2]
-    for _, part in begun:
-        part.close()
-    assert published() == []
-
-
 # Where a publisher is killed: a function that it calls, and in which module.
 MOMENTS = {
     "its part is begun": "keeping.made_room",
@@ -165,27 +157,7 @@ def test_load_that_needs_room_takes_none_of_what_is_being_attached(
     assert len(refused) == len(wanted.needs) == 1
 
 
-def test_version_outlives_its_publisher(saved, child):
-    builder = child(
-        f"{BEGIN}print(shmload.publish(model, 'vae').source, flush=True)", saved("stable-diffusion")
-    )
-    builder.expect("shm:vae@1")
-    builder.end()
-    shmload.collect_garbage()
-    assert published() == ["shm:vae@1"]
-    shmload.load_model("AutoencoderKL", "shm:vae@1")
-
-
 # What it needs ------------------------------------------------------------------------------------
-
-
-def test_little_of_a_segment_is_copied_and_the_segment_is_not_needed(load):
-    model = load()
-    little = torch.nn.Module()
-    little.bias = model.encoder.conv_in.bias
-    made = shmload.publish(little, "little")
-    assert (made.needs, made.shared_nbytes) == ((), 0)
-    assert torch.equal(shmload.load_model("Module", made.source).bias, little.bias)
 
 
 def test_segment_that_is_needed_stays(load, saved):
@@ -205,6 +177,15 @@ def test_segment_that_is_needed_stays(load, saved):
     assert not shmload.segments()
 
 
+def test_little_of_a_segment_is_copied_and_the_segment_is_not_needed(load):
+    model = load()
+    little = torch.nn.Module()
+    little.bias = model.encoder.conv_in.bias
+    made = shmload.publish(little, "little")
+    assert (made.needs, made.shared_nbytes) == ((), 0)
+    assert torch.equal(shmload.load_model("Module", made.source).bias, little.bias)
+
+
 def test_shared_segment_that_is_needed_becomes_resident(saved):
     model = shmload.load_model(
         "AutoencoderKL",
@@ -219,20 +200,6 @@ def test_shared_segment_that_is_needed_becomes_resident(saved):
     del model
     gc.collect()
     shmload.load_model("AutoencoderKL", "shm:vae")
-
-
-def test_chain_goes_in_one_call(load):
-    model = load()
-    for name in ("first", "second", "third"):
-        with torch.no_grad():
-            next(reversed(list(model.parameters()))).add_(1)
-            model.encoder.conv_in.weight.add_(1)
-        made = shmload.publish(model, name)
-        model = shmload.load_model("AutoModel", made.source)
-    del model
-    gc.collect()
-    everything = [info.name for info in shmload.segments()]
-    assert len(shmload.evict(*everything)) == len(everything) == 4
 
 
 def test_publish_evicts_what_is_idle(load, tmp_path, configure):
@@ -257,14 +224,6 @@ def test_version_that_another_process_has_begun_is_passed_over(load):
 def test_functions_that_do_not_take_it_say_so(function):
     with pytest.raises(shmload.ArgumentError, match="shm:vae is a publication: load_pipeline and"):
         function("shm:vae")
-
-
-def test_both_go_in_one_call(load, saved):
-    model = load()
-    shmload.publish(model, "vae")
-    del model
-    gc.collect()
-    assert len(shmload.evict("shm:vae@1", saved("stable-diffusion"))) == 2
 
 
 @pytest.mark.slow

@@ -4,17 +4,14 @@ import copy
 import functools
 
 import diffusers
-import gguf_models
 import pytest
 import torch
 from comparing import assert_equal, assert_modules_equal, reference
-from gguf_files import save_blocks
 from halving import Halves
 from mappings import Mappings, copied_nbytes, state_of
 from peft import LoraConfig
 from pipelines import FAMILIES
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.hooks import RemovableHandle
 
 import shmload
 
@@ -82,9 +79,6 @@ def test_fused_lora_costs_what_it_has_changed(load):
 
 
 CHANGES = {
-    "a LoRA that is not fused": """
-pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
-""",
     "two LoRAs": """
 for name, scale in (("one", 2), ("two", 3)):
     config = LoraConfig(r=2, lora_alpha=scale, target_modules=["to_k"], init_lora_weights=False)
@@ -110,7 +104,6 @@ pipe.unet.register_buffer("tail", both[8:], persistent=False)
 """,
     "a flag": "pipe.unet.requires_grad_(False); pipe.unet.train()",
     "none": "pipe.safety_checker = None",
-    "compiled": "pipe.unet.compile()",
 }
 
 
@@ -126,7 +119,6 @@ def test_changed_pipeline_is_returned_as_it_is(load, change):
     assert modes[0] == modes[1]
     for one in (got, pipe):
         one.unet.eval()
-    vars(pipe.unet).pop("_compiled_call_impl", None)
     assert_equal(got, pipe)
     if change == "tied":
         assert got.unet.conv_out.weight is got.unet.conv_in.weight
@@ -165,39 +157,6 @@ def test_parameter_of_a_class_of_its_own(load):
     weight = got.conv_in.weight
     assert (type(weight), weight.scale) == (Halves, 0.5)
     assert torch.equal(weight.as_subclass(torch.Tensor), torch.arange(9, dtype=torch.uint8))
-
-
-def test_blocks_of_a_gguf_file(tmp_path):
-    model = gguf_models.build("FluxTransformer2DModel")
-    model.save_config(tmp_path / "config")
-    save_blocks(gguf_models.quantise(model, ["Q4_K", "Q8_0"]), tmp_path / "model.gguf")
-    quantised = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
-    model = shmload.load_model(
-        diffusers.FluxTransformer2DModel,
-        tmp_path / "model.gguf",
-        config=str(tmp_path / "config"),
-        quantization_config=quantised,
-        dtype="bfloat16",
-        keep=True,
-        progress=False,
-    )
-    made = shmload.publish(model, "blocks")
-    got = shmload.load_model("FluxTransformer2DModel", made.source)
-    wanted = dict(model.named_parameters())
-    for key, each in got.named_parameters():
-        assert type(each) is type(wanted[key])
-        assert getattr(each, "quant_type", None) == getattr(wanted[key], "quant_type", None)
-    assert_modules_equal(got, model, "transformer")
-
-
-def test_hook_that_is_registered_later_replaces_none(load, monkeypatch):
-    unet = load().unet
-    unet.register_forward_hook(copy.copy)
-    made = shmload.publish(unet, "hooked")
-    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as in a new process
-    got = shmload.load_model("UNet2DConditionModel", made.source)
-    got.register_forward_hook(copy.deepcopy)
-    assert list(got._forward_hooks.values()) == [copy.copy, copy.deepcopy]
 
 
 def test_publication_of_a_publication(load):
@@ -250,11 +209,6 @@ def _hooked():
     return cpu_offload(torch.nn.Linear(2, 2), execution_device="cpu")
 
 
-def _odd():
-    raw = torch.arange(32, dtype=torch.uint8)
-    return functools.partial(int, raw[1:9], raw[4:12].view(torch.float32))
-
-
 class _Lost:
     def __setstate__(self, state):
         raise ValueError("lost")
@@ -267,11 +221,6 @@ REFUSED = {
     "a class in a function": (_local, "Local"),
     "a part without bytes": (lambda: torch.nn.Linear(2, 2, device="meta"), "without bytes"),
     "an offloading call's hooks": (_hooked, "unet.extra."),
-    "a tensor that stands for a negative one": (
-        lambda: functools.partial(int, torch.ones(2, dtype=torch.complex64).conj().imag),
-        "stands for a negative",
-    ),
-    "dtypes that overlap oddly": (_odd, "several dtypes"),
     "a part that cannot be restored": (_Lost, "ValueError: lost"),
     "a tensor that was computed": (
         lambda: functools.partial(int, torch.ones(1, requires_grad=True) * 2),
@@ -289,8 +238,8 @@ def test_refused_part_is_named(load, part, shm_names):
     with pytest.raises(shmload.NotPublishable) as caught:
         shmload.publish(pipe, "refused")
     assert said in str(caught.value)
-    # Overlaps show when all is taken apart, and a part that is lost when it is restored.
-    if make not in (_odd, _Lost):
+    # A part that cannot be restored shows only when all is put together again.
+    if make is not _Lost:
         assert "unet.extra" in str(caught.value)
     assert shm_names() == before
 
@@ -308,24 +257,6 @@ def test_error_has_the_remedy_that_helps_here(load, saved):
         shmload.publish(pipe, "cached")
     pipe.transformer.disable_cache()
     shmload.publish(pipe, "cached")
-    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
-    pipe.vae.extra = _local()  # comes before the hooks: they are not the reason
-    with pytest.raises(shmload.NotPublishable, match=r"Local[^;]*$"):
-        shmload.publish(pipe, "own")
-
-
-@pytest.mark.parametrize("thing", [3, {"weight": torch.ones(1)}])
-def test_neither_a_pipeline_nor_a_model(thing):
-    with pytest.raises(shmload.ArgumentError, match="neither a pipeline nor a model"):
-        shmload.publish(thing, "thing")
-
-
-def test_default_device_does_not_count(load):
-    pipe = load()
-    shmload.publish(pipe, "plain")
-    with torch.device("meta"):
-        got = shmload.load_pipeline("shm:plain")
-    assert_equal(got, pipe)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 101, "shm:x@0"])

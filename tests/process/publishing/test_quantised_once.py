@@ -1,6 +1,5 @@
 """With `keep=True` the library quantises in one process, and the others attach what it made."""
 
-import gc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from huggingface_hub import constants
 from mappings import copied_nbytes
 
 import shmload
-from shmload._building import code, keeping, remembered
+from shmload._building import code, remembered
 from shmload._segments import names
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -64,81 +63,6 @@ def test_second_load_quantises_nothing_and_copies_nothing(load, saved):
     assert HalvingQuantizer.runs == before + 1
     assert len(kept()) == 1
     assert not [info for info in shmload.segments() if info.is_pinned]
-
-
-@pytest.mark.slow
-def test_another_process_attaches_it(load, saved, new_child):
-    model = load()
-    child = new_child(
-        """
-import sys
-from pathlib import Path
-sys.path.append(sys.argv[2])
-import shmload
-from shmload._building import code
-installed = code._installed()
-code._installed = lambda: (*installed, sys.argv[2])
-from halving import HalvingConfig, HalvingQuantizer
-model = shmload.load_model(
-    "AutoencoderKL", Path(sys.argv[1]), subfolder="vae", quantization_config=HalvingConfig(),
-    keep=True, progress=False)
-print("RUNS", HalvingQuantizer.runs, len(list(model.parameters())), flush=True)
-""",
-        saved("stable-diffusion"),
-        SUPPORT,
-    )
-    assert child.expect("RUNS") == f"0 {len(list(model.parameters()))}"
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"scale": 0.02},
-        {"dtype": "bfloat16"},
-        {"device_map": "cpu"},
-        {"verify": True},
-    ],
-    ids=str,
-)
-def test_other_arguments_are_another_result(load, others):
-    load()
-    before = HalvingQuantizer.runs
-    load(**others)
-    assert HalvingQuantizer.runs == before + 1
-    assert len(kept()) == (1 if {"device_map", "verify"} & others.keys() else 2)
-
-
-def test_load_without_keep_attaches_it(load):
-    load()
-    before = HalvingQuantizer.runs
-    load(keep=False)
-    assert HalvingQuantizer.runs == before
-
-
-def test_changed_file_is_quantised_again(copied, load):
-    source = copied("stable-diffusion")
-    given = {"subfolder": "vae", "keep": True, "progress": False}
-
-    def load_copy():
-        config = HalvingConfig()
-        return shmload.load_model(AutoencoderKL, source, quantization_config=config, **given)
-
-    load_copy()
-    before = HalvingQuantizer.runs
-    file = source / "vae" / "config.json"
-    file.write_text(file.read_text() + "\n")
-    load_copy()
-    assert HalvingQuantizer.runs == before + 1
-
-
-def test_configuration_that_is_used_again_asks_for_the_same(saved):
-    config = HalvingConfig()
-    given = {"subfolder": "vae", "quantization_config": config, "keep": True, "progress": False}
-    before = HalvingQuantizer.runs
-    for _ in range(2):
-        shmload.load_model(AutoencoderKL, saved("stable-diffusion"), **given)
-    assert HalvingQuantizer.runs == before + 1
-    assert config.not_converted == []
 
 
 # Doors --------------------------------------------------------------------------------------------
@@ -193,16 +117,6 @@ def test_any_door_quantises_once(saved, door, keep):
     assert any(isinstance(each, Halves) for each in second.parameters())
     assert_modules_equal(second, first, "vae")
     assert copied_nbytes(SimpleNamespace(components={"vae": second})) == 0
-
-
-def test_changed_configuration_of_a_file_is_another_result(copied):
-    source = copied("stable-diffusion")
-    load_file(source, True)
-    config = source / "vae" / "config.json"
-    config.write_text(config.read_text() + "\n")
-    before = HalvingQuantizer.runs
-    load_file(source, True)
-    assert HalvingQuantizer.runs == before + 1
 
 
 # What can be in the way ---------------------------------------------------------------------------
@@ -263,27 +177,3 @@ shmload.load_model(
     assert waited
     assert HalvingQuantizer.runs == before + 1
     assert len(kept()) == 1
-
-
-def test_without_room_for_the_result_the_model_is_there(load, monkeypatch, caplog, shm_names):
-    def refuse(*_, **__):
-        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
-
-    monkeypatch.setattr(keeping, "made_room", refuse)
-    model = load()
-    assert any(isinstance(each, Halves) for each in model.parameters())
-    assert kept() == []
-    assert not [name for name in shm_names() if name.endswith(".part")]
-    assert "each process builds it" in caplog.text
-    caplog.clear()  # it holds the error, and so the model
-
-
-def test_result_is_evicted_like_any_other(load, saved):
-    load()
-    gc.collect()
-    assert kept() == ["whole"]
-    assert shmload.evict(saved("stable-diffusion"))
-    assert kept() == []
-    before = HalvingQuantizer.runs
-    load()
-    assert HalvingQuantizer.runs == before + 1

@@ -122,25 +122,3 @@ def test_model_is_quantised_once(saved, runs, kind, which):
         with torch.no_grad():
             tokens = torch.arange(8)[None]
             assert torch.equal(got(tokens)[0], wanted(tokens)[0])
-
-
-@pytest.mark.parametrize("kind", ["torchao-int8", "quanto-int8"])
-def test_pipeline_is_quantised_once(saved, runs, kind):
-    def configure():
-        parts = {"transformer": diffusers, "text_encoder_2": transformers}
-        mapping = {name: _KINDS[kind](library) for name, library in parts.items()}
-        return diffusers.PipelineQuantizationConfig(quant_mapping=mapping)
-
-    source = saved("flux", "bfloat16")
-    given = {"dtype": _DTYPE}
-    wanted = diffusers.FluxPipeline.from_pretrained(
-        source, quantization_config=configure(), **given
-    )
-    runs.clear()
-    for _ in range(2):
-        got = shmload.load_pipeline(source, quantization_config=configure(), keep=True, **given)
-        for name in ("transformer", "text_encoder_2", "vae"):
-            mine, theirs = (parts_of_model(getattr(each, name)) for each in (got, wanted))
-            assert_same_parts(mine, theirs)
-            assert private_share(getattr(got, name)) <= 0.02
-        assert len(runs) == 2

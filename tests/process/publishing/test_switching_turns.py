@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shmload
-from shmload.integrations import switching
 
 pytestmark = pytest.mark.libraries
 
@@ -64,34 +63,6 @@ def use(switcher, *names):
             pass
 
 
-class Pause:
-    """What stops the thread that calls it, until the test goes on."""
-
-    def __init__(self):
-        self.is_there, self.may_go = threading.Event(), threading.Event()
-
-    def __call__(self, *args, **kwargs):
-        self.is_there.set()
-        assert self.may_go.wait(_WAIT_S)
-        return module()
-
-
-def test_model_too_large_for_the_device_takes_no_room_on_the_host(made):
-    switcher = made(3, device_budget=2, a=module, large=lambda: module(3))
-    use(switcher, "a")
-    for _ in range(2):
-        with (
-            pytest.raises(shmload.NoRoom, match="device_budget is") as caught,
-            switcher.use("large"),
-        ):
-            pass
-        assert caught.value.needed == 3 * _NBYTES
-        assert switcher.figures.held_nbytes == _NBYTES
-    use(switcher, "a")
-    figures = switcher.figures
-    assert (figures.hits, figures.loads) == (1, 2)  # the second time its size was known
-
-
 def test_none_goes_for_a_model_that_would_not_fit_beside_those_in_use(made, configure):
     configure(wait_timeout_s=0.05)
     switcher = made(3, a=module, b=module, c=lambda: module(3))
@@ -100,41 +71,6 @@ def test_none_goes_for_a_model_that_would_not_fit_beside_those_in_use(made, conf
     assert switcher.figures.given_up == 1  # c itself, which was larger than was known
     use(switcher, "a")
     assert switcher.figures.loads == 3
-
-
-def test_others_are_used_while_a_pipeline_is_given_up(made, monkeypatch):
-    switcher = made(2, a=module, b=module, c=module)
-    use(switcher, "a", "b")
-    removal = Pause()
-    monkeypatch.setattr(switching, "remove_idle", removal)
-    with running(lambda: use(switcher, "c")):
-        assert removal.is_there.wait(_WAIT_S)
-        with running(lambda: use(switcher, "b")):
-            pass
-        assert switcher.figures.hits == 1
-        removal.may_go.set()
-    assert switcher.figures.loads == 3
-
-
-def test_what_goes_is_used_again_after_it_has_gone(made, monkeypatch):
-    switcher = made(2, a=module, b=module, c=module)
-    use(switcher, "a", "b")
-    removal, begun = Pause(), threading.Event()
-    monkeypatch.setattr(switching, "remove_idle", removal)
-    wait_for = switcher._changed.wait_for
-
-    def wait(is_over, *args):
-        if not is_over():
-            begun.set()
-        return wait_for(is_over, *args)
-
-    with running(lambda: use(switcher, "c")):
-        assert removal.is_there.wait(_WAIT_S)
-        switcher._changed.wait_for = wait
-        with running(lambda: use(switcher, "a")):
-            assert begun.wait(_WAIT_S)
-            removal.may_go.set()
-    assert switcher.figures.loads == 4
 
 
 def test_others_load_while_a_use_waits_for_room(made):
@@ -149,20 +85,6 @@ def test_others_load_while_a_use_waits_for_room(made):
         with running(lambda: use(switcher, "small")):
             pass
     waiting.__exit__(None, None, None)
-    assert switcher.figures.loads == 4
-
-
-def test_models_of_known_sizes_load_while_another_loads(made):
-    load = Pause()
-    switcher = made(2, a=module, b=module, slow=load)
-    use(switcher, "a", "b")
-    switcher.reload("a")
-    switcher._models["a"].sizes = {"budget": {"a": _NBYTES}}
-    with running(lambda: use(switcher, "slow")):
-        assert load.is_there.wait(_WAIT_S)
-        with running(lambda: use(switcher, "a")):  # b goes
-            pass
-        load.may_go.set()
     assert switcher.figures.loads == 4
 
 
@@ -196,24 +118,6 @@ def test_failed_load_leaves_its_room_to_others(made):
     use(switcher, "b")
 
 
-def test_failed_move_leaves_the_model_on_the_host(made):
-    places = []
-
-    class Full(torch.nn.Linear):
-        def to(self, place):
-            places.append(place)
-            if len(places) == 1:
-                raise MemoryError
-
-    switcher = made(1, device_budget=1, a=lambda: Full(_NBYTES // 4, 1, bias=False))
-    switcher._device = "there"
-    with pytest.raises(MemoryError), switcher.use("a"):
-        pass
-    use(switcher, "a")
-    assert places == ["there", "cpu", "there"]
-    assert switcher.figures.loads == 1
-
-
 def test_child_that_is_forked_in_a_block_begins_without_uses(made):
     switcher = made(1, a=module, b=module)
     with switcher.use("a"):
@@ -225,49 +129,3 @@ def test_child_that_is_forked_in_a_block_begins_without_uses(made):
                 code = 0
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_end_of_the_parents_block_ends_no_use_of_the_child(made):
-    switcher = made(1, a=module)
-    parents = switcher.use("a")
-    parents.__enter__()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            own = switcher.use("a")
-            own.__enter__()
-            parents.__exit__()
-            code = 0 if switcher._models["a"].user is own else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    parents.__exit__()
-
-
-def test_pipeline_in_use_goes_with_its_block_when_another_thread_closes(made):
-    switcher = made(1, a=module)
-    with switcher.use("a") as pipe:
-        with running(switcher.close):
-            pass
-        assert vars(pipe)
-    assert not vars(pipe)
-    assert switcher.figures.given_up == 1
-
-
-def test_reload_forgets_the_size(made):
-    sizes = [3, 1]
-    switcher = made(2, a=lambda: module(sizes.pop(0)))
-    for _ in range(2):
-        with pytest.raises(shmload.NoRoom), switcher.use("a"):
-            pass
-    switcher.reload("a")
-    use(switcher, "a")
-
-
-def test_no_use_is_lost_in_the_figures(made):
-    switcher = made(4, **dict.fromkeys("abcd", module))
-    use(switcher, *"abcd")
-    with contextlib.ExitStack() as all_of_them:
-        for name in "abcd":
-            all_of_them.enter_context(running(lambda name=name: use(switcher, *name * 500)))
-    assert switcher.figures.hits == 2000

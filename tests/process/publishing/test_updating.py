@@ -1,7 +1,5 @@
 """A pipeline gets the weights of another version in place: all of them, or none."""
 
-import threading
-
 import pytest
 import torch
 from comparing import assert_equal, reference
@@ -44,24 +42,6 @@ def test_pipeline_gets_the_new_weights_and_keeps_its_objects(trained):
     assert dict(reader.unet.named_parameters()) == before
     assert copied_nbytes(reader) == 0
     assert (run(reader) == run(made.load())).all()
-
-
-def test_what_this_process_has_changed_becomes_that_of_the_version(trained):
-    pipe, publish = trained()
-    reader = publish().load()
-    with torch.no_grad():
-        reader.vae.encoder.conv_in.weight.zero_()
-    shmload.update(reader, "shm:trained")
-    assert_equal(reader, pipe)
-
-
-def test_older_version_can_come_back(trained):
-    _, publish = trained()
-    first = publish()
-    wanted = first.load().unet.conv_in.weight.clone()
-    reader = publish().load()
-    shmload.update(reader, "shm:trained@1")
-    assert torch.equal(reader.unet.conv_in.weight, wanted)
 
 
 def test_directory_is_a_source_too(saved, trained, tmp_path):
@@ -156,22 +136,12 @@ def change_heads(pipe):
     unet.register_to_config(attention_head_dim=unet.config.attention_head_dim * 2)
 
 
-def change_heads_of_text_encoder(pipe):
-    pipe.text_encoder.config.num_attention_heads *= 2
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (change_heads, r"unet\.config\.attention_head_dim is 4 here, and 8 there"),
-        (change_heads_of_text_encoder, r"text_encoder\.config\.num_attention_heads is 2 here"),
-    ],
-)
-def test_other_configuration_of_equal_shapes_is_refused(saved, tmp_path, change, said):
+def test_other_configuration_of_equal_shapes_is_refused(saved, tmp_path):
+    said = r"unet\.config\.attention_head_dim is 4 here, and 8 there"
     reader = shmload.load_pipeline(saved("stable-diffusion"))
     before = {name: each.clone() for name, each in state_of(reader).items()}
     other = build("stable-diffusion", seed=7)
-    change(other)
+    change_heads(other)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(shmload.UpdateRefused, match=said):
         shmload.update(reader, tmp_path / "other")
@@ -262,67 +232,21 @@ def test_unknown_source_changes_nothing(trained):
 
 # Several processes --------------------------------------------------------------------------------
 
-_READERS = """
-import os, sys, time, torch, diffusers, transformers, shmload
-torch.set_num_threads(1)
-
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-
-def follow(number, go):
-    pipe = shmload.load_pipeline("shm:trained")
-    say("READY", number)
-    os.read(go, 1)
-    began = time.monotonic()
-    shmload.update(pipe, "shm:trained")
-    took = time.monotonic() - began
-    say("AT", took, float(pipe.unet.conv_in.weight.detach().sum()))
-
-go, start = os.pipe()
-readers = []
-for number in range(4):
-    pid = os.fork()
-    if not pid:
-        follow(number, go)
-        os._exit(0)
-    readers.append(pid)
-sys.stdin.readline()
-os.write(start, b"1234")
-for pid in readers:
-    os.waitpid(pid, 0)
-"""
-
-
-@pytest.mark.slow
-def test_four_readers_follow_a_trainer_that_does_not_wait_for_them(trained, new_child):
-    pipe, publish = trained()
-    publish()
-    readers = new_child(_READERS)
-    for _ in range(4):
-        readers.expect("READY")
-    for _ in range(5):  # faster than they follow
-        publish()
-    readers.say()
-    wanted = float(pipe.unet.conv_in.weight.detach().sum())
-    for _ in range(4):
-        took, found = map(float, readers.expect("AT").split())
-        assert found == wanted
-        assert took < 10  # a busy machine; `scripts/bench switch` measures it
-
 
 def test_version_that_is_removed_stays_with_who_has_it(trained):
     _, publish = trained()
     reader = publish().load()
     wanted = {name: each.clone() for name, each in state_of(reader).items()}
-    publish()
+    for _ in range(2):  # the trainer does not wait for readers
+        publish()
     with pytest.raises(shmload.SegmentBusy):
         shmload.evict("shm:trained@1")
     assert all(torch.equal(each, wanted[name]) for name, each in state_of(reader).items())
     done = shmload.update(reader, "shm:trained")
-    assert done.source == "shm:trained@2"
+    assert done.source == "shm:trained@3"
     shmload.evict("shm:trained@1")
     with pytest.raises(shmload.SegmentBusy):
-        shmload.evict("shm:trained@2")
+        shmload.evict("shm:trained@3")
     with pytest.raises(shmload.SegmentNotFound):
         shmload.update(reader, "shm:trained@1")
 
@@ -353,16 +277,3 @@ shmload.update(pipe, "shm:trained")
     assert_equal(newer.load(), pipe)
     shmload.verify("shm:trained")
     shmload.evict(made.source)
-
-
-def test_two_pipelines_are_updated_by_two_threads(trained):
-    _, publish = trained()
-    readers = [publish().load(), shmload.load_pipeline("shm:trained")]
-    made = publish()
-    threads = [threading.Thread(target=shmload.update, args=(each, made)) for each in readers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for reader in readers:
-        assert_equal(reader, made.load())

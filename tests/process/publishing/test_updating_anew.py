@@ -1,8 +1,5 @@
 """A pipeline is updated to a directory by the call that has made it."""
 
-import gc
-import weakref
-
 import diffusers
 import pytest
 import torch
@@ -102,36 +99,3 @@ def test_components_that_were_passed_stay(saved, other, count):
         assert each.data_ptr() == before[name][0]
         assert torch.equal(each, before[name][1])
     assert_same(pipe.unet, reference(source).unet)
-
-
-@pytest.mark.skipif(
-    "pretrained_model_name_or_path" not in diffusers.ComponentSpec.loading_fields(),
-    reason="this diffusers has other modular pipelines",
-)
-def test_modular_pipeline(saved, other, tmp_path):
-    source = other("sdxl")
-    indexes = []
-    for number, each in enumerate((saved("sdxl"), source)):
-        indexes.append(tmp_path / f"index-{number}")
-        diffusers.ModularPipeline.from_pretrained(str(each)).save_config(indexes[-1])
-    vae = build("sdxl").vae
-    manager = diffusers.ComponentsManager()
-    pipe = shmload.load_pipeline(
-        str(indexes[0]), dtype="bfloat16", vae=vae, components_manager=manager
-    )
-    count = len(manager.components)
-    bytes_before = vae.decoder.conv_in.weight.clone()
-    shmload.update(pipe, str(indexes[1]))
-    assert len(manager.components) == count
-    assert pipe.vae is vae
-    assert torch.equal(vae.decoder.conv_in.weight, bytes_before)
-    assert_same(pipe.unet, reference(source, torch.bfloat16).unet)
-
-
-def test_memory_of_a_call_keeps_nothing(saved):
-    scheduler = diffusers.DDIMScheduler()
-    pipe = shmload.load_pipeline(saved("stable-diffusion"), scheduler=scheduler)
-    parts = [weakref.ref(each) for each in (pipe, pipe.unet, scheduler)]
-    del pipe, scheduler
-    gc.collect()
-    assert [each() for each in parts] == [None] * 3

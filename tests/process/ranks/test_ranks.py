@@ -14,7 +14,6 @@ import torch
 from accelerated import assert_as_on_the_host, load
 from children import run_to_end
 from comparing import assert_equal, reference
-from mappings import Mappings
 from tracing import can_trace, noted_nbytes, noting_reads
 
 import shmload
@@ -287,14 +286,6 @@ def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
         os.waitpid(pid, 0)
 
 
-@pytest.mark.libraries
-def test_same_dtype_maps_the_files_themselves(saved, rank, shm_names):
-    source = saved("flux", "bfloat16")
-    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
-    assert shm_names() == []
-    assert Mappings().find(pipe.vae.encoder.conv_in.weight)[1].startswith(str(source))
-
-
 def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names, evicts):
     pipe = shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16, share=False)
     assert shm_names() == []
@@ -343,10 +334,3 @@ def test_ranks_without_room_to_share_have_a_ring_each(
     for kwargs in ({"share": True}, {"device_map": None}, {"verify": True}):
         with pytest.raises(shmload.SharedMemoryFull):
             load(source, **kwargs)
-
-
-def test_limit_of_host_memory_is_each_ranks_own(saved, rank, accelerators, streams, shm_names):
-    source = saved("flux")
-    got = load(source, max_host_memory="64KiB")
-    assert min(streams) > 0
-    assert_as_on_the_host(got, reference(source, torch.bfloat16))

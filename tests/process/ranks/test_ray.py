@@ -102,14 +102,6 @@ def test_source_is_decoded_once_per_node_and_evicted_from_each(
     assert [(report.report, report.error) for report in again] == [([], None)] * 2
 
 
-def test_only_chosen_nodes_are_warmed(cluster, first, checkpoint):
-    reports = cluster.ask(call("warm_cluster", str(checkpoint), nodes=[first, "none"]))
-    assert [report.node_id for report in reports] == [first, "none"]
-    assert read_nbytes(reports[:1]) == [NBYTES]
-    assert isinstance(reports[1].error, shmload.NodeError)
-    assert "not one of the nodes that are alive" in str(reports[1].error)
-
-
 def test_node_without_room_says_so_and_the_others_do_it(
     cluster, first, second, has_own_shm, tmp_path
 ):
@@ -122,14 +114,6 @@ def test_node_without_room_says_so_and_the_others_do_it(
     error = reports[second].error
     assert type(error) is shmload.SharedMemoryFull
     assert error.needed > 8 << 20 > error.available > 0
-
-
-def test_failure_that_is_no_error_of_shmload_is_told_with_its_traceback(cluster, first, saved):
-    (report,) = cluster.ask(call("warm_cluster", str(saved("wan")), nodes=[first], components=3))
-    assert type(report.error) is shmload.NodeError
-    assert first[:12] in str(report.error)
-    assert "TypeError: 'int' object is not iterable" in str(report.error)
-    assert "Traceback" in report.error.__notes__[0] or ", in " in report.error.__notes__[0]
 
 
 def test_node_that_is_not_done_in_time_is_reported_and_stopped(cluster, first, checkpoint, child):
@@ -198,10 +182,3 @@ def test_actors_of_a_node_share_one_copy_that_one_of_them_has_decoded(
         assert all(note["segments"] == inodes for note in there)
     decoded = [sum(note["decoded"] for note in there) for there in by_place]
     assert decoded == [2, 2] if has_own_shm else sum(decoded) == 2
-
-
-def test_stage_that_cannot_load_ends_the_job_with_the_error(cluster, tmp_path):
-    missing = str(tmp_path / "nothing")
-    error = cluster.ask(f"raised(lambda: run_stage(shmray.Stage, {missing!r}, [], 1))")
-    assert "SourceNotFound" in error
-    assert f"{missing}: no such file or directory" in error

@@ -119,29 +119,11 @@ def test_it_goes_with_its_model(saved):
     assert not shmload.segments()
 
 
-def test_segment_that_is_needed_stays(saved):
-    source = saved("stable-diffusion")
-    load(source)
-    base = next(info for info in shmload.segments() if not info.kept)
-    assert len(base.needed_by) == 1
-    with pytest.raises(shmload.SegmentBusy):
-        shmload.evict(base.name)
-
-
 def test_idle_models_make_room_for_others(saved):
     load(saved("stable-diffusion"))
     gc.collect()
     going = evictable(shmload.segments())
     assert [bool(info.kept) for info in going] == [True] + 4 * [False]  # before what it needs
-
-
-def test_dry_run_says_what_goes(saved, command):
-    source = saved("stable-diffusion")
-    load(source)
-    gc.collect()
-    assert "would remove 5 segments" in command("rm", "--dry-run", source)[1]
-    assert command("rm", source)[0] == 0
-    assert not shmload.segments()
 
 
 def test_source_may_be_given_by_a_relative_path(saved, built, monkeypatch):

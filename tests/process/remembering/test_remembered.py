@@ -1,6 +1,5 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
-import errno
 import functools
 import os
 import shutil
@@ -13,10 +12,9 @@ from mappings import copied_nbytes
 from pipelines import FAMILIES
 from remembering import BF16, change_scheduler, change_weights_at_the_same_time, kept, load
 from safetensors.torch import load_file, save_file
-from torch.utils.hooks import RemovableHandle
 
 import shmload
-from shmload._building import code, keeping, keys, remembered, stored, tensor_parts
+from shmload._building import code, keeping, remembered, tensor_parts
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -311,48 +309,12 @@ def test_rank_that_gets_its_weights_of_another_builds_for_itself(saved, built, m
     assert (len(built), kept()) == (2, [])
 
 
-def test_process_that_cannot_map_what_is_kept_builds_for_itself(saved, built, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    source = saved("stable-diffusion")
-    load(source)
-    monkeypatch.setattr(stored, "map_ranges", fail)
-    assert_equal(load(source), reference(source, BF16))
-    assert (len(built), kept()) == (2, ["whole"])
-
-
 @pytest.mark.parametrize("kind", [Mine, f"{Mine.__module__}.{Mine.__name__}"])
 def test_class_outside_of_the_libraries_is_built_each_time(saved, built, kind):
     source = saved("stable-diffusion")
     for _ in range(2):
         assert type(load(source, pipeline_class=kind)).__name__ == "Mine"
     assert (len(built), kept()) == (2, [])
-
-
-def test_models_that_code_of_others_may_have_changed_are_not_kept(saved, monkeypatch):
-    monkeypatch.setattr(keys, "_is_of_library", lambda _: True)  # as if the source named the class
-    load(saved("stable-diffusion"), pipeline_class=Mine)
-    (says,) = kept()
-    assert says.startswith("nothing: ")
-    assert "which is no library" in says
-
-
-def test_hook_that_comes_later_replaces_none_of_what_is_recalled(saved, monkeypatch):
-    source = saved("stable-diffusion")
-    keep = remembered._keep
-
-    def keep_with_hook(part, key, made, before):
-        made.unet.register_forward_pre_hook(torch.nn.Module.__call__)
-        return keep(part, key, made, before)
-
-    monkeypatch.setattr(remembered, "_keep", keep_with_hook)
-    load(source)
-    monkeypatch.setattr(RemovableHandle, "next_id", 0)
-    unet = load(source).unet
-    for _ in range(RemovableHandle.next_id + 2):
-        unet.register_forward_pre_hook(print)
-    assert torch.nn.Module.__call__ in unet._forward_pre_hooks.values()
 
 
 def test_adapter_is_built_each_time(saved, tmp_path):
@@ -417,15 +379,6 @@ def test_load_within_a_load_of_the_same_does_not_wait(saved, monkeypatch):
     monkeypatch.setattr(Build, "run", load_too)
     assert_equal(load(source), within.pop())
     assert kept() == ["whole"]
-
-
-def test_progress_is_told_of_a_recall(saved):
-    source, said = saved("stable-diffusion"), []
-    for _ in range(2):
-        load(source, progress=lambda done, total: said.append((done, total)))
-        done, total = said.pop()
-        assert done == total > 0
-        said.clear()
 
 
 def test_weights_that_are_drawn_at_random_are_drawn_each_time(copied, built):

@@ -100,25 +100,6 @@ summarise(model.state_dict())
     assert got == wanted(model.state_dict())
 
 
-def test_accelerate(saved, place, read):
-    import diffusers
-
-    source = saved("stable-diffusion") / "unet"
-    shmload.view_directory(source, place, dtype="bfloat16")
-    got = read("""
-import accelerate, diffusers
-config = diffusers.UNet2DConditionModel.load_config(sys.argv[1])
-with accelerate.init_empty_weights():
-    model = diffusers.UNet2DConditionModel.from_config(config)
-file = sys.argv[1] + "/diffusion_pytorch_model.safetensors"
-model = accelerate.load_checkpoint_and_dispatch(model, file, dtype=torch.bfloat16,
-                                                device_map={"": "cpu"})
-summarise(model.state_dict())
-""")
-    model = diffusers.UNet2DConditionModel.from_pretrained(source, torch_dtype=torch.bfloat16)
-    assert got == wanted(model.state_dict())
-
-
 def test_interpreter_without_shmload(folder, place):
     shmload.view_directory(folder, place, dtype="bfloat16")
     # -S: the file that makes an editable install importable is not read.

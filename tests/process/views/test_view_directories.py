@@ -94,14 +94,6 @@ def test_changed_source_is_followed_and_its_old_weights_may_go(folder, place):
     assert pinned() == [True] * 3
 
 
-def test_weights_that_the_source_has_no_more_go(folder, checkpoint, place):
-    shmload.view_directory(folder, place)
-    shmload.view_directory(checkpoint, place)
-    assert {*os.listdir(place)} >= {MARKER, checkpoint.name}
-    assert_same(weights_of(place), TENSORS)
-    assert len(list(place.glob("*.safetensors"))) == 1
-
-
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_text("mine")])
 def test_what_is_no_view_directory_is_left_alone(folder, place, make):
     place.mkdir(parents=True)
@@ -168,12 +160,6 @@ def test_killed_call_is_completed_by_the_same_call(folder, place, monkeypatch):
     shmload.view_directory(folder, place, dtype="bfloat16")
     assert_same(weights_of(place), as_bf16(TENSORS))
     assert {*os.listdir(place)} == {*os.listdir(folder), MARKER}
-
-
-def test_place_that_cannot_be_written(folder, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(shmload.ViewRefused, match="cannot be written: Not a directory"):
-        shmload.view_directory(folder, tmp_path / "file" / "view")
 
 
 def test_room_is_not_made_of_a_view_directory(folder, place, configure, shards):

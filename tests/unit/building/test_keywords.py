@@ -11,15 +11,6 @@ from shmload._building.keywords import require_no_slip
 pytestmark = pytest.mark.libraries
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("torch_dtpye", "torch_dtype"), ("dtpye", "dtype"), ("kepp", "keep")]
-)
-def test_slip_is_refused_with_the_nearest_name(name, near):
-    for function in (shmload.load_pipeline, shmload.load_model):
-        with pytest.raises(shmload.UnknownArgument, match=f"{name!r}.*did you mean {near!r}"):
-            require_no_slip([name], function)
-
-
 def test_no_component_and_no_keyword_of_the_library_is_taken_for_a_slip():
     classes = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Pipeline")]
     taken = {

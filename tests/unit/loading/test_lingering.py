@@ -16,10 +16,6 @@ from shmload._settings import _LOCAL_SIZES, local_world_size
         ({"LOCAL_WORLD_SIZE": "4"}, 4),
         ({"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 1),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
-        ({"MPI_LOCALNRANKS": "2"}, 2),
-        ({"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-        ({"LOCAL_WORLD_SIZE": ""}, 1),
-        ({"LOCAL_WORLD_SIZE": "0"}, 1),
         ({"LOCAL_WORLD_SIZE": "-4"}, 1),
         ({"WORLD_SIZE": "8"}, 1),
     ],
@@ -91,8 +87,3 @@ def test_leases_go_after_a_minute_if_some_never_come(lingering):
     leases = lingering("a", "b", arrivals=[(1, 0.0, "a"), (1, 0.0, "b"), (2, 0.0, "a")])
     assert leases.open == []
     assert leases.now_s == pytest.approx(60.0, abs=0.3)
-
-
-def test_what_is_not_shared_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(holdings, "Lease", None)
-    holdings.linger([SimpleNamespace(name="a", is_shared=False)])
