@@ -173,9 +173,9 @@ def _load(call: Call) -> Any:
 
         wanted = bring_single_file(wanted)
         maker: Maker = SinglePipelineMaker(call.cls, wanted, kwargs.get("config"))
-        return call.answer(maker, *maker.find(wanted, kwargs, load_pipeline), kwargs)
+        return call.answer(maker, *maker.find(wanted, kwargs), kwargs)
     pipelines = PipelineMaker(call.cls)
-    found, dtype = pipelines.find(wanted, kwargs, load_pipeline)
+    found, dtype = pipelines.find(wanted, kwargs)
     if pipelines.makes_modular(found):
         return _load_modular(call)
     return call.answer(pipelines, found, dtype, kwargs)

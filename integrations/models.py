@@ -123,7 +123,7 @@ def _load(call: Call, *, takes_path: bool) -> Any:
         maker = maker_of_file(call.cls, wanted.source, kwargs)
     else:
         maker = ModelMaker(call.cls, takes_path=takes_path)
-    return call.answer(maker, *maker.find(wanted, kwargs, load_model), kwargs)
+    return call.answer(maker, *maker.find(wanted, kwargs), kwargs)
 
 
 def _name_of(cls: type | str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from shmload._building.keys import key_of_load, own_quantisers
+from shmload._building.keywords import require_no_slip
 from shmload._building.maker import Maker
 from shmload._building.options import Options, require_readable
 from shmload._building.remembered import once
@@ -63,6 +64,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             is_pipeline: the source is a pipeline.
 
         Raises:
+            UnknownArgument: a keyword is nearly one of the function's own.
             ArgumentError: an argument is wrong, or does not go with another.
             DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
         """
@@ -76,6 +78,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             is_pipeline=is_pipeline,
             has_others=True,
         )
+        require_no_slip(kwargs, function)
         require_readable(options, kwargs)
         return cls(function=function, cls=named, wanted=wanted, options=options, kwargs=kwargs)
 

@@ -187,7 +187,7 @@ def key_of(
         "python": [sys.version, sys.prefix, sys.flags.optimize, platform.machine()],
         # Without a GPU transformers makes floats of some quantised weights.
         "hides_gpus": [os.environ.get(name) in ("", "-1") for name in _SEEN_GPUS],
-        "packages": [name for folder in sys.path for name in _distributions(folder)],
+        "packages": list(dict.fromkeys(n for folder in sys.path for n in _distributions(folder))),
         "variables": sorted(each for each in os.environ.items() if each[0].startswith(_VARIABLES)),
     }
     try:
@@ -245,7 +245,7 @@ def _distributions(folder: str) -> list[str]:
     """Return name, version and time of the packages that are installed in a directory."""
     try:
         with os.scandir(folder) as found:
-            own = [each for each in found if each.name.endswith((".dist-info", ".egg-info"))]
+            own = [each for each in found if each.name.endswith(".dist-info")]
             return sorted(f"{each.name} {each.stat().st_mtime_ns}" for each in own)
     except OSError:
         return []

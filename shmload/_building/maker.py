@@ -4,7 +4,7 @@ A maker imports no library before it must: workers decode while the classes are 
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shmload._checkpoints.chosen_rule import likely_rule, rule_for
@@ -29,21 +29,17 @@ class Maker:
     uncast_rule = RAW
     """The rule of a load without conversion."""
 
-    def find(
-        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
-    ) -> tuple[Source, object]:
+    def find(self, wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, object]:
         """Find what is to be made.
 
         Args:
             wanted: what to load.
             kwargs: for the library; changed.
-            function: the public function, for errors.
 
         Returns:
             The source, and the dtype, in which `auto` is a name where the library needs one.
 
         Raises:
-            UnknownArgument: a keyword is nearly one of the function's own.
             ShmloadError: the source, or the dtype, is at fault.
         """
         raise NotImplementedError

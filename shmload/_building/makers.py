@@ -1,7 +1,7 @@
 """The makers of pipelines and of single models of diffusers and transformers."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from shmload._building.classes import (
     require_class,
     require_pipelines,
 )
-from shmload._building.keywords import CHOOSING_KEYWORDS, require_no_slip
+from shmload._building.keywords import CHOOSING_KEYWORDS
 from shmload._building.maker import Maker, as_torch, is_left_to_library, with_dtype
 from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
@@ -61,12 +61,9 @@ class PipelineMaker(Maker):
         """Tell whether the library's modular classes make the pipeline, and not this."""
         return source.is_modular if self._wanted is None else is_modular(self._wanted)
 
-    def find(
-        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
-    ) -> tuple[Source, object]:
+    def find(self, wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, object]:
         """Find the pipeline; None is passed for the components that are not wanted."""
         found = _find_pipeline(wanted, kwargs)
-        require_no_slip(kwargs, function)
         if self.makes_modular(found):
             return found, wanted.dtype
         if found.is_modular:
@@ -150,12 +147,9 @@ class ModelMaker(Maker):
             self._class = require_class(wanted, "cls")
         self._made: type | None = None
 
-    def find(
-        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
-    ) -> tuple[Source, object]:
+    def find(self, wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, object]:
         """Find the model."""
         found = find_model(wanted, kwargs)
-        require_no_slip(kwargs, function)
         return found, self._settle_dtype(wanted.dtype, found)
 
     def _settle_dtype(self, dtype: object, source: Source) -> object:

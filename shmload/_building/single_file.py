@@ -8,14 +8,13 @@ watches.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shmload._building.classes import components_by_name, find_class, require_class
-from shmload._building.keywords import require_no_slip
 from shmload._building.maker import Maker, with_dtype
 from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
@@ -86,15 +85,12 @@ class SingleFileMaker(Maker):
         if not isinstance(wanted, str):
             self._class = require_class(wanted, self.argument, _METHOD)
 
-    def find(
-        self, wanted: Wanted, kwargs: dict[str, Any], function: Callable[..., Any]
-    ) -> tuple[Source, object]:
+    def find(self, wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, object]:
         """Find the file."""
         found = find_single_file(wanted)
         if self.is_of_pipelines and format_with_blocks(wanted.source):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
-        require_no_slip(kwargs, function)
         return found, self.settle_dtype(wanted.dtype, found)
 
     def import_classes(self, source: Source) -> Source:
