@@ -23,6 +23,8 @@ from shmload._host.changes import Change, table
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import close, try_lock
 from shmload._redirecting import switch
+from shmload._segments.lease import Lease
+from shmload._segments.segment import attach
 from shmload.integrations import handles, switching
 
 PACKAGE = Path(shmload.__file__).parent
@@ -55,7 +57,11 @@ def holds(tmp_path, saved):
     @contextlib.contextmanager
     def shared():
         with shmload.share(saved("flux"), torch_dtype="bfloat16", components=["vae"]):
+            (info,) = shmload.segments()
+            with attach(info.name) as segment:
+                lease = Lease(segment, crosses_forks=False)  # as a rank that waits has it
             yield
+            lease.close()
 
     @contextlib.contextmanager
     def bar_shown():
