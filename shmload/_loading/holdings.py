@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from shmload._checkpoints.header import Header
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._decoding.job import Job
@@ -15,7 +15,7 @@ from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import is_cached, read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._loading.room import made_room
-from shmload._loading.shard import OpenShard, open_checkpoint
+from shmload._loading.shard import Action, OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
 from shmload._segments.lease import Lease
 from shmload._segments.listing import SegmentInfo
@@ -26,9 +26,6 @@ from shmload._segments.users import holders
 from shmload._segments.view import descriptor_path
 from shmload._settings import local_world_size
 from shmload.errors import SegmentUntrusted
-
-if TYPE_CHECKING:
-    from shmload._checkpoints.header import Header
 
 # How late a rank may be. Ranks start together; their imports differ by seconds.
 _PATIENCE_S = 60.0
@@ -59,7 +56,7 @@ class Holdings:
         """By the name of the segment; links have none."""
         self._decoded: set[str] = set()
         # So that large ones need not be parsed again when their tensors are wrapped.
-        self._headers: list[Header] = []
+        self._headers = list[Header]()
 
     # Beginning ------------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class Holdings:
         mine: list[OpenShard] = []
         for shard in self.shards:
             name = shard.plan.segment
-            if shard.is_link:
+            if shard.plan.action is Action.LINK:
                 if not is_cached(shard.fd, shard.source.st_size):
                     read_ahead(shard.fd)
             elif name not in self.held:  # two paths may lead to one file

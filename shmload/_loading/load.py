@@ -23,6 +23,7 @@ from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._decoding.ring import Ring
 from shmload._host.background import Background
+from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode, inode_of
 from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
@@ -30,7 +31,7 @@ from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress, Step
 from shmload._loading.room import AtService
 from shmload._loading.shard import OpenShard
-from shmload._segments.eviction import group_evicted
+from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import SegmentInfo, segments_by_lock
 from shmload._segments.names import name_prefix
 from shmload._segments.removal import remove_expired
@@ -92,8 +93,8 @@ class Load:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._coordinator: Coordinator | None = None
-        self._service: AtService | None = None
         self._cancelled = threading.Event()
+        self._service = AtService(source, self._cancelled.is_set)
         self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
@@ -101,10 +102,10 @@ class Load:
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
-        self.evicted = list[SegmentInfo]()
-        """The segments that were evicted to make room for this load's."""
+        self.evicted = list[Evicted]()
+        """The models, or parts of models, that were evicted to make room for this load."""
         try:
-            with explained(source.given):
+            with explained(source.given), paused_gc():
                 self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
                 self._begin()
         except BaseException:  # also Ctrl-C when the thread has already decoded
@@ -146,8 +147,7 @@ class Load:
 
         While the load lasts, other loads wait for the room that it may give back.
         """
-        if self._service:
-            self._service.close()
+        self._service.close()
 
     def close(self) -> None:
         """End the load: stop the thread and workers, remove the parts, give all leases back."""
@@ -175,7 +175,7 @@ class Load:
         mine = self.holdings.acquire()
         remove_expired()  # not earlier: what this load uses stays
         if self.holdings.held and not self._ring:
-            self._service = AtService(self._source, self._cancelled.is_set)
+            self._service.connect()
         try:
             if mine:
                 self._prepare(mine)
@@ -186,7 +186,7 @@ class Load:
         resident, awaited = len(self.holdings.segments()), len(self.holdings.awaited())
         words = "%s: %d shards to decode, %d resident, %d awaited"
         logger.info(words, self._source.given, len(mine), resident, awaited)
-        if not mine and not awaited:
+        if not (mine or awaited):
             self._fill([])
             return
         self._progress.start(self.read_nbytes)
@@ -200,8 +200,7 @@ class Load:
                 self._decode(mine)
             for shard in self.holdings.awaited():
                 self._wait_for(shard)
-            if self._service:
-                self._service.note(*self.holdings.attached_and_decoded())
+            self._service.note(*self.holdings.attached_and_decoded())
         finally:
             self.filled.put(None)
             if self._ring:
@@ -210,10 +209,9 @@ class Load:
     def _wait_for(self, shard: OpenShard) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
         timeout_s = settings().wait_timeout_s
+        doing = f"waiting for another process that decodes {shard.plan.path.name}"
         try:
-            with self._progress.during(
-                Step.WAITING, f"waiting for another process that decodes {shard.plan.path.name}"
-            ):
+            with self._progress.during(Step.WAITING, doing):
                 is_mine = self.holdings.wait_for(shard, timeout_s, self._cancelled.is_set)
         except SegmentTimeout:
             if self._cancelled.is_set():
@@ -228,12 +226,12 @@ class Load:
         gone: list[SegmentInfo] = []
         budget = None
         with self._progress.during(Step.MAKING_ROOM):
-            if self._service and self._stay is Stay.RESIDENT:
+            if self._stay is Stay.RESIDENT:
                 gone, budget = self._service.reserve(sum(each.layout.nbytes for each in shards))
             gone += self.holdings.make_parts(shards, budget, self._cancelled.is_set)
         self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
-        self.evicted += gone
-        for each in group_evicted(gone, segments_by_lock() if gone else ()):
+        for each in group_evicted(gone, segments_by_lock()) if gone else ():
+            self.evicted.append(each)
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
@@ -256,8 +254,7 @@ class Load:
             return
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest)
-        if self._service:
-            self._service.settle()
+        self._service.settle()
 
     def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
         """Return what notes the pieces of some jobs as filled."""

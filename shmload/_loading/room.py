@@ -34,7 +34,6 @@ logger = logger_of(__name__)
 
 # A wait that is shorter is not worth a message, in seconds.
 _QUIET_S = 1.0
-_NAME = "SHMLOAD_BUDGET"
 
 _Answer = TypeVar("_Answer")
 
@@ -42,20 +41,25 @@ _Answer = TypeVar("_Answer")
 def own_budget() -> Budget | None:
     """Return the budget of loads without a service; None if the settings have none."""
     nbytes = settings().budget
-    return None if nbytes is None else Budget(nbytes, _NAME, (f"raise {_NAME}",))
+    return None if nbytes is None else Budget(nbytes, "SHMLOAD_BUDGET", ("raise SHMLOAD_BUDGET",))
 
 
-def telling_of_wait(nbytes: int, limit: str) -> Callable[[], None]:
+def waiting_for_room(
+    nbytes: int, limit: str, is_cancelled: Callable[[], bool]
+) -> Callable[[], None]:
     """Return what says once, after a moment, that a load waits for room; call it now and then.
 
     Args:
         nbytes: size of its segments, in bytes.
         limit: what has no room for them.
+        is_cancelled: when true, the call raises DecodeCancelled.
     """
     told_at = time.monotonic() + _QUIET_S
 
-    def tell() -> None:
+    def go_on() -> None:
         nonlocal told_at
+        if is_cancelled():
+            raise DecodeCancelled
         if time.monotonic() >= told_at:
             told_at = math.inf
             logger.warning(
@@ -64,14 +68,12 @@ def telling_of_wait(nbytes: int, limit: str) -> Callable[[], None]:
                 limit,
             )
 
-    return tell
+    return go_on
 
 
 @contextlib.contextmanager
 def made_room(
-    nbytes: int,
-    budget: Budget | None,
-    is_cancelled: Callable[[], bool],
+    nbytes: int, budget: Budget | None, is_cancelled: Callable[[], bool]
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
@@ -95,18 +97,11 @@ def made_room(
             gone = evict_for(nbytes)
         yield gone
     else:
-        tell = telling_of_wait(nbytes, budget.name)
-
-        def go_on() -> None:
-            if is_cancelled():
-                raise DecodeCancelled
-            tell()
-
         with room_within(
             budget,
             nbytes,
             lambda: UnderWay(_parts_nbytes()),
-            go_on,
+            waiting_for_room(nbytes, budget.name, is_cancelled),
             turn=lambda: try_turn("room"),
             timeout_s=settings().wait_timeout_s,
         ) as evicted:
@@ -130,14 +125,19 @@ class AtService:
     Args:
         source: what is loaded.
         is_cancelled: asked now and then; when true, a wait for room ends.
-
-    Raises:
-        ServiceError, ProtocolError: no service is usable, and the settings require one.
     """
 
     def __init__(self, source: Source, is_cancelled: Callable[[], bool]) -> None:
         self._source = source
         self._is_cancelled = is_cancelled
+        self._client: Client | None = None
+
+    def connect(self) -> None:
+        """Find the service.
+
+        Raises:
+            ServiceError, ProtocolError: no service is usable, and the settings require one.
+        """
         self._client = find_service()
 
     def reserve(self, nbytes: int) -> tuple[list[SegmentInfo], Budget | None]:
@@ -151,8 +151,8 @@ class AtService:
             CapacityError: the budget has no room for them.
         """
         before = segments_by_lock() if self._client else []  # what went has no header left to read
-        tell = telling_of_wait(nbytes, "the service's budget")
-        names = self._ask(lambda it: it.reserve(self._model, nbytes, tell, self._is_cancelled))
+        go_on = waiting_for_room(nbytes, "the service's budget", self._is_cancelled)
+        names = self._ask(lambda it: it.reserve(self._model, nbytes, go_on, self._is_cancelled))
         gone = [info for info in before if info.name in (names or ())]
         return gone, None if self._client else own_budget()
 

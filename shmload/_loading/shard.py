@@ -30,7 +30,7 @@ from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
 from shmload._segments.part import Hollow, Part
 from shmload._tables import Page, Printable, Table
-from shmload._wording import format_nbytes
+from shmload._wording import format_nbytes, printing
 
 
 class Action(enum.Enum):
@@ -131,11 +131,6 @@ class OpenShard(Descriptor):
         """What its segment has; a load that attaches it needs no layout."""
         return lay_out(self.header, self._applied, self._metadata, self._piece_nbytes)
 
-    @property
-    def is_link(self) -> bool:
-        """Whether the library maps the file directly."""
-        return self.plan.action is Action.LINK
-
     def job(self, part: Part | Hollow) -> Job:
         """Return the job that decodes it into a part; both descriptors stay with their owners."""
         pointed = pointed_object(self.fd)
@@ -215,24 +210,13 @@ class Plan(Printable, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             )
             for shard in self.shards
         ]
-        rows += [
-            (
-                each.component or "-",
-                each.path.name,
-                "library",
-                each.kind,
-                "-",
-                format_nbytes(each.nbytes),
-                "-",
-            )
-            for each in self.left_out
-        ]
         titles = ("COMPONENT", "SHARD", "ACTION", "DTYPE", "TENSORS", "FILE", "SEGMENT")
         sums = (
             f"shared memory: {format_nbytes(self.decode_nbytes)} to be taken, "
             f"{format_nbytes(self.resident_nbytes)} resident"
         )
-        return Page((Table(titles=titles, rows=rows, right=(4, 5, 6)), sums))
+        left = (printing(f"left to the library: {each}") for each in self.left_out)
+        return Page((Table(titles=titles, rows=rows, right=(4, 5, 6)), *left, sums))
 
 
 def _dtype_in_words(conversion: str) -> str:

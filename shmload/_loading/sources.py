@@ -126,11 +126,8 @@ def complete_load(
     Raises:
         CheckpointError, CapacityError, WorkerError, SegmentError.
     """
-    with contextlib.ExitStack() as ending:
-        with paused_gc():  # not in the caller's block
-            load = Load(source, rules, stay=stay, progress=progress, workers=workers)
-            ending.enter_context(load)
-            load.wait()
-            if verify:
-                load.verify()
+    with Load(source, rules, stay=stay, progress=progress, workers=workers) as load:
+        load.wait()
+        if verify:
+            load.verify()
         yield load

@@ -23,8 +23,7 @@ from shmload._loading.shard import Plan, open_checkpoint
 from shmload._loading.sources import complete_load, find_with_rules, require_read
 from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
-from shmload._segments.eviction import Evicted, group_evicted
-from shmload._segments.listing import segments_by_lock
+from shmload._segments.eviction import Evicted
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
 from shmload._segments.view import View
@@ -124,32 +123,30 @@ def warm(
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
-    with Progress(progress, wanted.title) as counter, contextlib.ExitStack() as ending:
+    with Progress(progress, wanted.title) as counter:
         found, rules = find_with_rules(wanted, counter, pipeline_class=pipeline_class)
         require_read(found, wanted)
-        load = ending.enter_context(
-            complete_load(found, rules, counter, Stay.RESIDENT, workers, verify)
-        )
-        held = load.holdings.segments()
-        move_pins(held, are_pinned=not keep_for_s)
-        for segment in held:
-            if pin:
-                segment.pin()
-            if keep_for_s is not None:
-                segment.keep_for(keep_for_s)
-        left_out = find_left_out(found, variant)
-        for each in left_out:  # a preload list's log has this line
-            logger.info("%s: left to the library: %s", source, each)
-        return WarmReport(
-            source=str(source),
-            segments=tuple(segment.name for segment in held),
-            resident_nbytes=sum(segment.nbytes for segment in held),
-            read_nbytes=load.read_nbytes,
-            elapsed_s=time.monotonic() - began,
-            times_s=counter.times_s,
-            left_out=left_out,
-            evicted=group_evicted(load.evicted, segments_by_lock() if load.evicted else ()),
-        )
+        with complete_load(found, rules, counter, Stay.RESIDENT, workers, verify) as load:
+            held = load.holdings.segments()
+            move_pins(held, are_pinned=not keep_for_s)
+            for segment in held:
+                if pin:
+                    segment.pin()
+                if keep_for_s is not None:
+                    segment.keep_for(keep_for_s)
+            left_out = find_left_out(found, variant)
+            for each in left_out:  # a preload list's log has this line
+                logger.info("%s: left to the library: %s", source, each)
+            return WarmReport(
+                source=str(source),
+                segments=tuple(segment.name for segment in held),
+                resident_nbytes=sum(segment.nbytes for segment in held),
+                read_nbytes=load.read_nbytes,
+                elapsed_s=time.monotonic() - began,
+                times_s=counter.times_s,
+                left_out=left_out,
+                evicted=tuple(load.evicted),
+            )
 
 
 def plan(
@@ -296,6 +293,5 @@ def _note_of_left_out(source: Source, variant: str | None) -> str:
     """Say what of a source is not shared, if it has weights that shmload does not read."""
     if not source.checkpoints:
         return f"{source.given}: {why_unread(source, variant)}"
-    left_out = find_left_out(source, variant)
-    files = ", ".join(map(str, left_out))
+    files = ", ".join(map(str, find_left_out(source, variant)))
     return f"{source.given}: left to the library: {files}" if files else ""

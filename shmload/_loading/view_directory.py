@@ -78,7 +78,8 @@ def view_directory(
     require_bools(verify=verify)
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=view_directory)
     place = absolute(Path(directory).expanduser())
-    if os.path.lexists(place) and not _may_be_filled(place):
+    is_marked = (place / MARKER).exists()
+    if os.path.lexists(place) and not (is_marked or (place.is_dir() and not os.listdir(place))):
         raise ViewRefused(place, "it is there, and no view directory; choose another place")
     with Progress(progress, wanted.title) as counter:
         found, rules = find_with_rules(wanted, counter, may_be_unread=True)
@@ -101,10 +102,6 @@ def view_directory(
                 why = exc.strerror or str(exc)
                 raise ViewRefused(place, f"it cannot be written: {why}") from exc
     return place
-
-
-def _may_be_filled(place: Path) -> bool:
-    return place.is_dir() and ((place / MARKER).exists() or not os.listdir(place))
 
 
 def _require_apart(found: Source, place: Path) -> None:
@@ -134,25 +131,23 @@ def _configurations(found: Source, shown: Mirror, rules: Mapping[str, Rule]) -> 
         rule = rules[checkpoint.component]
         place = os.path.normpath(os.path.join(os.path.relpath(checkpoint.folder, root), _CONFIG))
         if rule.target and not rule.is_widening and place in shown.links:
-            config = read_json(shown.links[place])
-            if _set_dtype(config, TORCH_NAMES[rule.target]):
+            stored = read_json(shown.links[place])
+            config = _with_dtype(stored, TORCH_NAMES[rule.target])
+            if config != stored:
                 del shown.links[place]
                 changed[place] = json.dumps(config, indent=2).encode()
     return changed
 
 
-def _set_dtype(config: Any, dtype: str) -> bool:
-    """Change the dtypes in a configuration and in those in it; return whether there were any."""
+def _with_dtype(config: Any, dtype: str) -> Any:
+    """Return a configuration with another dtype, also in those in it."""
     if not isinstance(config, dict):
-        return False
-    has_any = False
-    for key, value in config.items():
-        if key in _DTYPE_KEYS and value in TORCH_NAMES.values():
-            config[key] = dtype
-            has_any = True
-        else:
-            has_any = _set_dtype(value, dtype) or has_any
-    return has_any
+        return config
+    names = TORCH_NAMES.values()
+    return {
+        key: dtype if key in _DTYPE_KEYS and value in names else _with_dtype(value, dtype)
+        for key, value in config.items()
+    }
 
 
 def _fill(place: Path, shown: Mirror) -> None:
@@ -178,11 +173,10 @@ def _fill(place: Path, shown: Mirror) -> None:
     for name in shown.folders:
         (place / name).mkdir(exist_ok=True)
     new = place / f"{MARKER}-new"
-    for name, target in shown.links.items():
+    for name in (*shown.links, *shown.files):
         new.unlink(missing_ok=True)
-        new.symlink_to(target)
-        new.replace(place / name)
-    for name, content in shown.files.items():
-        new.unlink(missing_ok=True)
-        new.write_bytes(content)
+        if name in shown.links:
+            new.symlink_to(shown.links[name])
+        else:
+            new.write_bytes(shown.files[name])
         new.replace(place / name)
