@@ -105,7 +105,6 @@ def load_model(
     for name, value in (("subfolder", subfolder), ("variant", variant)):
         if value is not None:
             kwargs[name] = value
-    _require_order(cls, source)
     call = Call.parse(load_model, cls, source, dtype, options, kwargs)
     made = _load(call, takes_path=not isinstance(source, str))
     note(made, call)
@@ -128,19 +127,3 @@ def _load(call: Call, *, takes_path: bool) -> Any:
 
 def _name_of(cls: type | str) -> str:
     return getattr(cls, "__name__", str(cls))
-
-
-def _require_order(cls: object, source: object) -> None:
-    """Refuse a source in the place of the class.
-
-    Raises:
-        ArgumentError: the two are swapped.
-    """
-    is_source = isinstance(cls, os.PathLike) or (isinstance(cls, str) and os.path.isdir(cls))
-    if isinstance(source, type) or (
-        is_source and isinstance(source, str) and not os.path.exists(source)
-    ):
-        raise ArgumentError(
-            f"cls is {cls!r} and source is {source!r}; the class comes first: "
-            "load_model('UNet2DConditionModel', 'path/to/model')"
-        )

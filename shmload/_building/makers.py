@@ -225,11 +225,6 @@ class ModelMaker(Maker):
 
 
 def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> Source:
-    if kwargs.get("dduf_file") and os.path.isdir(wanted.source):
-        # One file in place of a directory. Releases of diffusers differ: they load it or refuse.
-        root = Path(wanted.source)
-        nothing: dict[str, Any] = {"class_name": "", "components": (), "checkpoints": ()}
-        return Source(given=wanted.source, root=root, **nothing)
     found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
