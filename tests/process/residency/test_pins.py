@@ -271,7 +271,7 @@ def test_service_removes_what_is_due(shards, evicts, monkeypatch):
     monkeypatch.setattr(state_module, "_SWEEP_S", 0.01)
     shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
     idle_for(_HOUR_S)
-    with contextlib.closing(ServiceState(1, 1 << 30)) as state:
+    with contextlib.closing(ServiceState(1 << 30)) as state:
         state.run_in_background(state.remove_expired)
         until(lambda: not shmload.segments())
 
