@@ -220,9 +220,9 @@ def _open_endpoint(path: Path) -> Endpoint:
 
 
 def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[ListedSource]) -> None:
+    state.run_in_background(state.remove_expired)
     logger.info("serving at %s, budget %s", endpoint.path, format_nbytes(state.budget_nbytes))
     _notify_systemd("READY=1")
-    state.run_in_background(state.remove_expired)
     if wanted:
         state.run_in_background(lambda: preload(wanted, state))
 
