@@ -88,6 +88,7 @@ def test_absurd_reservation_is_refused_by_its_own_error(service, checkpoint, evi
     assert "Traceback" not in process.errors
 
 
+@pytest.mark.slow
 def test_descriptors_that_no_request_takes_end_the_session(service):
     process = service()
     with Client(socket_path()):

@@ -188,6 +188,7 @@ def test_item_at_which_three_processes_die_is_named(job):
         list(made.map(die, range(6)))
 
 
+@pytest.mark.slow
 def test_hung_item_is_ended_after_the_timeout(job, first_time):
     def hang_once(pipe, item):
         if item == 1 and first_time("hang"):
@@ -229,6 +230,7 @@ def test_module_that_cannot_be_preloaded_is_the_error(job):
         list(job(preload=["no_such_module"]).map(same, [1]))
 
 
+@pytest.mark.slow
 def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     (tmp_path / "threading_module.py").write_text(code)

@@ -27,6 +27,7 @@ def encode(pipe, item):
     return {"latents": pipe.vae.encode(pixels).latent_dist.sample()[0]}
 
 
+@pytest.mark.slow
 def test_results_are_those_of_a_loop_with_the_library(saved, folder, shm_names):
     source = saved("stable-diffusion")
     before = shm_names()
@@ -76,6 +77,7 @@ def test_errors_of_loading_come_out(copied, saved):
             list(job.map(encode, [1]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_that_is_not_there_is_an_error(saved):
     with (

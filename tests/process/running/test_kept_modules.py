@@ -24,6 +24,7 @@ print(type(pipe).__name__, len(ran))
 """
 
 
+@pytest.mark.slow
 def test_template_imports_the_modules_of_what_a_load_has_kept(running, saved):
     running.environment |= {
         "SHMLOAD_CACHE_DIR": str(running.folder / "cache"),

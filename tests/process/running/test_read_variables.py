@@ -38,6 +38,7 @@ print(*sorted(read))
 """
 
 
+@pytest.mark.slow
 def test_variables_that_libraries_read_on_import_are_known():
     ended = run_to_end([sys.executable, "-c", _WATCH, *MODULES], check=True)
     read = ended.stdout.split()
