@@ -197,7 +197,7 @@ def make_room_and_fill(*args, **kwargs):
     os.close(file)
 keeping.made_room = make_room_and_fill
 file = Path(sys.argv[1])
-key = keys.key_of(file, {}, file)
+key = keys.key_of((file,), {}, file)
 for publish in (
     lambda: shmload.publish(model, "linear"),
     lambda: remembered.once(key, lambda _: model, keep=True),

@@ -13,7 +13,7 @@ from shmload._settings import settings
 
 pytestmark = pytest.mark.libraries
 
-_STORES = {"classes", "rules"}
+_STORES = {"rules"}
 
 
 @pytest.fixture
