@@ -7,7 +7,7 @@
 # watched while they read; what Python code reads is, in a test.
 _FAMILIES = (
     "ACCELERATE_", "AOTINDUCTOR_", "AOT_", "BLIS_", "COMPILE_STROBELIGHT_", "COVERAGE_",
-    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "FORCE_COLOR", "GOMP_", "GOTO_",
+    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "FORCE_", "GOMP_", "GOTO_",
     "HF_", "HOME", "HUGGINGFACE_", "INDUCTOR_", "KINETO_", "KMP_", "LANG", "LC_", "LD_",
     "MALLOC_", "MKL_", "MPMATH_", "NCCL_", "NO_COLOR", "NPU_", "NPY_", "NUMEXPR_", "NUMPY_",
     "NVIDIA_", "OAUTH_", "OMP_", "OPENBLAS_", "OPENID_", "OPENSSL_", "PARTITIONER_", "PILLOW_",
@@ -24,7 +24,7 @@ _NAMES = frozenset({
 })  # fmt: skip
 
 READ_LATER = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
-"""Read when a model is loaded: shmload sets it for that time."""
+"""Read when a model is loaded, not when a library is imported."""
 
 
 def is_of_import(variable: str) -> bool:

@@ -70,7 +70,7 @@ _OWN = (named_arguments(load_pipeline) | named_arguments(load_model)).difference
 )
 _THEIRS = _OWN.union(_NEUTRAL, BYPASSING_KEYWORDS)
 # Components that the library's method names in its own text.
-_COMPONENTS = ("scheduler", "tokenizer")
+_COMPONENTS = ("safety_checker", "scheduler", "tokenizer")
 
 
 class InDoubt(Exception):

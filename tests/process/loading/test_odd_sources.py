@@ -70,7 +70,7 @@ def test_missing_and_unexpected_keys_are_told_and_filled_alike(copied, dtype):
     torch.manual_seed(0)
     assert_equal(got, reference(source, DTYPES[dtype][1]))
     # A model that draws weights is built twice if its bytes come last.
-    assert set(naming(source, said_here.texts)) == set(said.texts)
+    assert set(said.texts) <= set(naming(source, said_here.texts))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "none"])

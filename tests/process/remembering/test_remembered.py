@@ -209,7 +209,10 @@ def test_change_of_a_dtype_or_mode_is_another(saved, built):
     assert len(built) == before + 3
 
 
-def test_program_that_chooses_other_dtypes_has_it_built_anew(saved, monkeypatch):
+def test_program_that_chooses_other_dtypes_has_it_built_anew(
+    saved, configure, tmp_path, monkeypatch
+):
+    configure(cache_dir=tmp_path)  # rules are not to outlive it
     source = saved("stable-diffusion")
     load(source)
     monkeypatch.setattr(diffusers.UNet2DConditionModel, "_keep_in_fp32_modules", ["conv_in"])
