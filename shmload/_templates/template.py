@@ -241,6 +241,9 @@ class Template:
             else:
                 ending.live_without(caller.channel)  # what the program has started goes on
                 caller.tell(Ended(status))
+                # A program that ends just after it has continued is not told of as continued.
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(caller.pidfd, signal.SIGCONT)
                 self._forget(pid)
 
     def _end_program_of(self, fd: int) -> None:
