@@ -49,22 +49,31 @@ def test_items_may_be_endless_and_are_taken_as_they_are_needed(job):
 
 
 def test_results_that_wait_for_an_earlier_one_are_bounded(job, first_time, tmp_path):
-    taken = []
-    items = (taken.append(number) or number for number in range(1000))
+    taken, is_full, is_over = [], threading.Event(), threading.Event()
+
+    def items():
+        for number in range(1000):
+            taken.append(number)
+            if len(taken) == 33:
+                is_full.set()
+            if len(taken) == 500:
+                is_over.set()
+            yield number
+
     mark = str(tmp_path / "go")
     os.mkfifo(mark)
 
     def wait(pipe, item):
         if item == 0:
-            open(mark).close()
+            open(mark).read()  # until the writer closes it
         return item
 
     done = []
-    thread = threading.Thread(target=lambda: done.extend(job().map(wait, items, progress=False)))
+    thread = threading.Thread(target=lambda: done.extend(job().map(wait, items(), progress=False)))
     thread.start()
     with open(mark, "w"):  # opens once the first item waits
-        while len(taken) < 33:
-            time.sleep(0.001)
+        assert is_full.wait(60)
+        assert not is_over.wait(0.3)  # without a bound, all are taken in that time
     thread.join()
     assert done == [*range(1000)]
 
