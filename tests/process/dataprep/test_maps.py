@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -65,7 +66,7 @@ def test_results_that_wait_for_an_earlier_one_are_bounded(job, first_time, tmp_p
 
     def wait(pipe, item):
         if item == 0:
-            open(mark).read()  # until the writer closes it
+            Path(mark).read_bytes()  # until the writer closes it
         return item
 
     done = []
