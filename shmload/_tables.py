@@ -1,18 +1,25 @@
-"""Tables for people: one writer, as text for programs and pipes and as HTML for notebooks.
+"""Tables for people, drawn by rich: on a terminal as wide as that, elsewhere a line for each row.
 
 Guarantee: what a file or a process is called cannot change the table around it. Characters that do
-not print are escaped in text, and so are those that mean something in HTML.
+not print are escaped, and nothing in a name is markup.
 """
 
-import html
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from shmload._wording import printing
 
-_GAP = "  "
+# rich takes 50 ms, which only what prints a table need wait for.
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table as DrawnTable
+
+# Columns of such texts are never folded, in letters.
+_SHORT = 14
+# In columns: more than any row has.
+_UNBOUNDED = 1 << 16
 
 
 class Cell(NamedTuple):
@@ -31,37 +38,29 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     right: tuple[int, ...] = ()
     """Columns of numbers, which end at the right."""
 
-    def cells(self) -> list[list[Cell]]:
-        """Return its rows; what does not print in their texts is escaped."""
+    def __rich__(self) -> "DrawnTable":
+        """Draw it: texts of many words or letters take several lines where there is no room."""
+        from rich.table import Table as DrawnTable
+        from rich.text import Text
+
+        drawn = DrawnTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         rows = [
-            [Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows
+            [Text(printing(text), style) for text, style in map(_as_cell, row)] for row in self.rows
         ]
-        return [[Cell(printing(cell.text), cell.style) for cell in row] for row in rows]
-
-    def lines(self) -> Iterator[str]:
-        """Yield its lines, as wide as they are and without styles."""
-        rows = [list(self.titles), *([cell.text for cell in row] for row in self.cells())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for column, title in enumerate(self.titles):
+            drawn.add_column(
+                title,
+                justify="right" if column in self.right else "left",
+                no_wrap=all(len(row[column]) <= _SHORT for row in rows),
+                overflow="fold",
+            )
         for row in rows:
-            padded = [
-                text.rjust(width) if column in self.right else text.ljust(width)
-                for column, (text, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            yield _GAP.join(padded).rstrip()
+            drawn.add_row(*row)
+        return drawn
 
-    def html(self) -> str:
-        """Return it as an HTML table."""
-        head = self._html_row("th", self.titles)
-        body = "".join(self._html_row("td", [cell.text for cell in row]) for row in self.cells())
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
-    def _html_row(self, tag: str, texts: Sequence[str]) -> str:
-        sides = ("right" if column in self.right else "left" for column in range(len(texts)))
-        cells = (
-            f'<{tag} style="text-align: {side}">{html.escape(text)}</{tag}>'
-            for side, text in zip(sides, texts, strict=True)
-        )
-        return f"<tr>{''.join(cells)}</tr>"
+def _as_cell(given: str | Cell) -> Cell:
+    return Cell(given) if isinstance(given, str) else given
 
 
 class Page(NamedTuple):
@@ -69,24 +68,39 @@ class Page(NamedTuple):
 
     blocks: tuple[Table | str, ...]
 
-    def text(self) -> str:
-        """Return the page as text, without a newline at its end."""
-        lines: list[str] = []
-        for block in self.blocks:
-            lines += block.lines() if isinstance(block, Table) else map(printing, block.split("\n"))
-        return "\n".join(lines)
+    def __rich__(self) -> "Group":
+        """Draw it; lines of text are whole, however narrow the terminal is."""
+        from rich.console import Group
+        from rich.text import Text
 
-    def html(self) -> str:
-        """Return the page as HTML."""
-        return "".join(
-            block.html() if isinstance(block, Table) else f"<pre>{html.escape(block)}</pre>"
-            for block in self.blocks
-            if block
+        return Group(
+            *(
+                Text("\n".join(map(printing, block.split("\n"))), no_wrap=True, overflow="ignore")
+                if isinstance(block, str)
+                else block
+                for block in self.blocks
+            )
         )
+
+    def text(self, console: "Console | None" = None) -> str:
+        """Return the page as text, without a newline at its end.
+
+        Args:
+            console: the terminal to draw it for; None for a line for each row, without styles.
+        """
+        from rich.console import Console
+
+        if console is None:
+            # Without a height rich looks for a terminal, and takes a dumb one's width.
+            console = Console(width=_UNBOUNDED, height=1, color_system=None, force_jupyter=False)
+        with console.capture() as captured:
+            console.print(self, crop=False)
+        lines = captured.get().removesuffix("\n").split("\n")
+        return "\n".join(line.rstrip() for line in lines)
 
 
 class Printable:
-    """A value that is printed as a page, and shown as one in a notebook."""
+    """A value that is printed as a page."""
 
     __slots__ = ()
 
@@ -97,11 +111,8 @@ class Printable:
     def __str__(self) -> str:
         return self.page().text()
 
-    def _repr_html_(self) -> str:
-        return self.page().html()
-
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the page in a plain IPython, which would show the `repr`."""
+        """Show the page in IPython and in notebooks, which would show the `repr`."""
         printer.text(str(self))
 
 

@@ -15,9 +15,6 @@ from shmload._wording import printing
 SCHEMA_VERSION = 1
 """Of all answers with --json: raised when a field goes or gets another meaning."""
 
-# Columns of such texts are never folded, in letters.
-_SHORT = 14
-
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for a program to read."
 )
@@ -57,33 +54,8 @@ def say(*lines: str, err: bool = False) -> None:
 
 
 def print_page(page: Page) -> None:
-    """Print tables: on a terminal in colours and no wider than that, else complete."""
-    is_terminal = sys.stdout and sys.stdout.isatty()
-    click.echo(_drawn(page) if is_terminal else page.text())
+    """Print tables: on a terminal in colours and no wider than that, else a line for each row."""
+    from rich.console import Console  # 50 ms, which no other command need wait for
 
-
-def _drawn(page: Page) -> str:
-    """Draw tables for this terminal: texts of many words or letters take several lines there."""
-    from rich import console, table, text  # 50 ms, which no other command need wait for
-
-    terminal = console.Console(highlight=False)
-    with terminal.capture() as captured:
-        for block in page.blocks:
-            if isinstance(block, str):
-                lines = "\n".join(map(printing, block.split("\n")))
-                terminal.print(text.Text(lines), soft_wrap=True)
-                continue
-            drawn = table.Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-            for column, (title, *cells) in enumerate(
-                zip(block.titles, *block.cells(), strict=True)
-            ):
-                drawn.add_column(
-                    title,
-                    justify="right" if column in block.right else "left",
-                    no_wrap=all(len(cell.text) <= _SHORT for cell in cells),
-                    overflow="fold",
-                )
-            for row in block.cells():
-                drawn.add_row(*(text.Text(*cell) for cell in row))
-            terminal.print(drawn)
-    return captured.get().removesuffix("\n")
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    click.echo(page.text(Console(highlight=False) if is_terminal else None))

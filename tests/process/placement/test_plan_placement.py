@@ -185,8 +185,7 @@ def test_printed_placement_is_the_table_of_the_command_line(saved, capsys):
         standalone_mode=False,
     )
     assert f"{found.placement}\n" == f"{found}\n" == capsys.readouterr().out
-    assert found.placement._repr_html_().count("<table>") == 3
-    assert "text_encoder_2" in found._repr_html_()
+    assert "text_encoder_2" in str(found)
 
 
 @pytest.mark.libraries

@@ -31,11 +31,10 @@ def test_reports_and_lists_are_shown_as_the_command_line_shows_them(single_shard
     report = shmload.warm(single_shard, dtype="float16")
     line = str(report)
     assert line.startswith(f"{single_shard}: 4.02 KiB resident in 1 segment, 32 B read in 0.")
-    assert report._repr_html_() == f"<pre>{line}</pre>"
     assert str(shmload.warm(single_shard, dtype="float16")).endswith(": already resident, 4.02 KiB")
     state = shmload.load_state_dict(single_shard, "float16", keep=True)
     assert "in use  now  " in re.sub("  +", "  ", str(shmload.segments()))
     del state
     gc.collect()
     for function in (shmload.pin, shmload.unpin, shmload.verify, shmload.evict):
-        assert "<td" in function(single_shard)._repr_html_()
+        assert str(function(single_shard)).startswith("SEGMENT")
