@@ -1,7 +1,6 @@
 """The commands on what is resident: `shmload ls`, `pin`, `unpin`, `rm`, `save`, `gc`, `verify`."""
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,18 +9,9 @@ from click.shell_completion import CompletionItem
 
 import shmload
 from shmload._checkpoints.wanted import is_publication
-from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, print_page, say
-from shmload._segments.grouping import Model, group_segments
-from shmload._segments.listing import (
-    SegmentInfo,
-    Segments,
-    amount_of,
-    segments,
-    segments_by_lock,
-)
+from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
 from shmload._segments.models import find_models
-from shmload._segments.roots import find_roots
 from shmload._segments.selection import select
 from shmload._segments.upkeep import (
     evict_segments,
@@ -34,55 +24,33 @@ from shmload._segments.upkeep import (
 from shmload._wording import count_of, format_nbytes
 from shmload.errors import SegmentBusy, ShmloadError
 
-_ID = re.compile(r"[0-9a-f]{1,8}")
-
 
 # It runs at every press of the Tab key: it reads headers in /dev/shm, and neither processes nor
 # weights.
 def _complete_names(
     _context: click.Context, _parameter: click.Parameter, typed: str
 ) -> list[CompletionItem]:
-    """Return what may follow: names, their last folders, ids that begin so, or else paths."""
+    """Return the names that begin so, their last folders and their ids; or else paths."""
+    offered = {}
     # Nothing may be printed between what the user types.
     with contextlib.suppress(ShmloadError, OSError):
-        found = segments()
-        roots = find_roots(info.source for info in found if info.source)
-        listed = group_segments(found, roots, {}, {})
-        names = {model.name for model in listed}
-        chosen = {
-            name: _describe([model for model in listed if model.name == each.name])
-            for each in listed
-            for name in (each.name, each.name.rpartition("/")[2])
-            if name.startswith(typed) and (name == each.name or (typed and _is_one(name, names)))
-        }
-        if _ID.fullmatch(typed):
-            chosen |= {
-                model.id: f"{model.name}, {_describe([model])}"
-                for model in listed
-                if model.id.startswith(typed)
-            }
-        if chosen:
-            return [CompletionItem(name, help=text) for name, text in sorted(chosen.items())]
-    return [CompletionItem(typed, type="file")]
+        for model in find_models(segments_by_lock()):
+            for word in (model.id, model.name.rpartition("/")[2], model.name):
+                if word.startswith(typed) and (typed or word == model.name):
+                    offered[word] = f"{model.full_name}, {format_nbytes(model.nbytes)}"
+    if not offered:
+        return [CompletionItem(typed, type="file")]
+    return [CompletionItem(name, help=text) for name, text in sorted(offered.items())]
 
 
-def _is_one(part: str, names: set[str]) -> bool:
-    """Tell whether a part of a name means one model to `rm`."""
-    return sum(part.casefold() in name.casefold() for name in names) == 1
-
-
-def _describe(models: list[Model]) -> str:
-    """Write what a name stands for, beside it in a shell that shows that."""
-    return "; ".join(f"{model.dtype}, {format_nbytes(model.nbytes)}" for model in models)
-
-
-_names_argument = click.argument(
-    "patterns", nargs=-1, metavar="[NAME|ID|PATH]...", shell_complete=_complete_names
-)
-
-_dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Only say what would be removed; remove nothing."
-)
+def _names_argument(*, is_required: bool = False) -> Callable[..., click.Command]:
+    return click.argument(
+        "patterns",
+        nargs=-1,
+        required=is_required,
+        metavar="NAME|ID|PATH...",
+        shell_complete=_complete_names,
+    )
 
 
 @click.command("ls")
@@ -108,13 +76,7 @@ def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> 
     """Return the command that pins or unpins models."""
 
     @click.command(verb, help=text)
-    @click.argument(
-        "patterns",
-        nargs=-1,
-        required=True,
-        metavar="NAME|ID|PATH...",
-        shell_complete=_complete_names,
-    )
+    @_names_argument(is_required=True)
     @as_json_option
     def command(patterns: tuple[str, ...], as_json: bool) -> None:
         changed = change(*patterns)
@@ -137,13 +99,10 @@ unpin_command = _pinning(
 
 
 @click.command("rm")
-@_names_argument
+@_names_argument()
 @click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
-@_dry_run_option
 @as_json_option
-def remove_command(
-    patterns: tuple[str, ...], everything: bool, dry_run: bool, as_json: bool
-) -> None:
+def remove_command(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Remove models by name, by id, or by the path of their files or a directory above.
 
     A part of a name is enough if no other model has it. What a process uses stays, and the exit
@@ -156,30 +115,19 @@ def remove_command(
     before = shmload.segments()
     chosen = select(patterns, before, spare_shared=True)
     busy: SegmentBusy | None = None
-    if dry_run:
-        going = {info.needs_as for info in chosen if not info.is_leased}
-        removed = [
-            info for info in chosen if not info.is_leased and going.issuperset(info.needed_by)
-        ]
-        gone = {info.name for info in removed}
-        stays = [info.name for info in chosen if info.name not in gone]
-    else:
-        try:
-            removed = evict_segments(chosen)
-        except SegmentBusy as exc:
-            busy, removed = exc, [info for info in chosen if info.name in exc.removed]
-        stays = list(busy.names) if busy else []
+    try:
+        removed: list[SegmentInfo] = evict_segments(chosen)
+    except SegmentBusy as exc:
+        busy, removed = exc, [info for info in chosen if info.name in exc.removed]
     if as_json:
-        print_json("rm", removed=removed, in_use=stays, dry_run=dry_run)
+        print_json("rm", removed=removed, in_use=list(busy.names) if busy else [])
     elif removed or not busy:
-        say(_change(removed, before, "would remove" if dry_run else "removed"))
-        if dry_run and stays:
-            say(f"in use, so they stay: {count_of(len(stays), 'segment')}")
+        say(_change(removed, before, "removed"))
     if busy:
         raise busy
 
 
-@click.command("save", cls=EndingCommand)
+@click.command("save")
 @click.argument("source", metavar="shm:NAME", shell_complete=_complete_names)
 @click.argument("directory", type=click.Path(file_okay=False))
 def save_command(source: str, directory: str) -> None:
@@ -196,7 +144,7 @@ def save_command(source: str, directory: str) -> None:
 
 
 @click.command("gc")
-@_dry_run_option
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed; remove nothing.")
 @as_json_option
 def collect_command(dry_run: bool, as_json: bool) -> None:
     """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
@@ -206,21 +154,18 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
         print_json("gc", removed=removed, dry_run=dry_run)
         return
     known = [info for info in before if info.name in removed]
-    for model in find_models(known):
-        say(f"{model.full_name}: {amount_of(model.segments)}")
-    for name in sorted({*removed} - {info.name for info in known}):
-        say(name)
-    others = len(removed) - len(known)
-    parts = [amount_of(known)] if known or not others else []
-    parts += [f"{count_of(others, 'leftover')} of killed processes"] if others else []
-    say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)}")
+    say(_change(known, known, "would remove" if dry_run else "removed"))
+    if others := sorted({*removed} - {info.name for info in known}):
+        say(f"and {count_of(len(others), 'leftover')} of killed processes: {', '.join(others)}")
     for model in find_models(pinned_outdated()):
-        name = model.full_name
-        say(f"{name}: pinned, so it stays, though its files have changed; see shmload unpin")
+        say(
+            f"{model.full_name}: pinned, so it stays, though its files have changed; "
+            "see shmload unpin"
+        )
 
 
 @click.command("verify")
-@_names_argument
+@_names_argument()
 @as_json_option
 def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
     """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""

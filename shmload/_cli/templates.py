@@ -1,7 +1,9 @@
 """The commands `shmload run` and `shmload template ls|warm|stop`."""
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 
 import click
 
@@ -25,43 +27,34 @@ def template_group() -> None:
     """Show, start and end the templates of `shmload run`."""
 
 
-def _templates() -> list[look.ListedTemplate]:
-    """Return the templates of this user.
-
-    Raises:
-        TemplateUnavailable: their directory is not this user's alone.
-    """
+@contextlib.contextmanager
+def _told(name: str = "default") -> Iterator[None]:
+    """Give errors of templates as one of this package."""
     try:
-        return look.templates()
-    except place.PlaceUnsafe as exc:
-        raise TemplateUnavailable("default", str(exc)) from exc
-
-
-def _stop_of(template: look.ListedTemplate) -> str:
-    return f"process {template.pid} is stopped by a signal; `kill -CONT {template.pid}`"
+        yield
+    except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
+        raise TemplateUnavailable(name, str(exc)) from exc
 
 
 @template_group.command("ls")
 @as_json_option
 def ls_command(as_json: bool) -> None:
     """List the templates that run, and the modules that they leave out."""
-    found = _templates()
+    with _told():
+        found = look.templates()
     if as_json:
         print_json("template ls", templates=[dataclasses.asdict(each) for each in found])
-        return
-    if not found:
+    elif not found:
         say("no template runs; `shmload run` starts one")
-        return
-    rows = [
-        (each.name, str(each.pid), each.state, format_nbytes(each.memory_nbytes),
-         str(each.programs))
-        for each in found
-    ]  # fmt: skip
-    titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS")
-    left_out = dict.fromkeys(name for each in found for name in each.left_out)
-    table = Table(titles=titles, rows=rows, right=(1, 3, 4))
-    stopped = [_stop_of(each) for each in found if each.state == "stopped"]
-    print_page(Page((table, *stopped, *(f"left out: {each}" for each in left_out))))
+    else:
+        rows = [
+            (each.name, str(each.pid), each.state, format_nbytes(each.memory_nbytes),
+             str(each.programs))
+            for each in found
+        ]  # fmt: skip
+        titles = ("NAME", "PROCESS", "STATE", "MEMORY", "PROGRAMS")
+        left_out = dict.fromkeys(f"left out: {name}" for each in found for name in each.left_out)
+        print_page(Page((Table(titles=titles, rows=rows, right=(1, 3, 4)), *left_out)))
 
 
 @template_group.command("warm")
@@ -75,10 +68,8 @@ def ls_command(as_json: bool) -> None:
 @as_json_option
 def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Start the template that programs of this terminal would use, and wait until it serves."""
-    try:
+    with _told(name):
         found, is_old = look.start_and_wait(name, modules)
-    except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
-        raise TemplateUnavailable(name, str(exc)) from exc
     if as_json:
         print_json("template warm", template=dataclasses.asdict(found))
     else:
@@ -96,7 +87,8 @@ def warm_command(name: str, modules: tuple[str, ...], as_json: bool) -> None:
 @as_json_option
 def stop_command(as_json: bool) -> None:
     """End all templates of this user. Programs that run go on, and theirs end with them."""
-    found = _templates()
+    with _told():
+        found = look.templates()
     for template in found:
         look.end(template)
     if as_json:
@@ -104,8 +96,6 @@ def stop_command(as_json: bool) -> None:
         return
     say(f"ended {count_of(len(found), 'template')}")
     for template in found:
-        if template.state == "stopped":
-            say(f"{_stop_of(template)}: then it ends")
         if template.programs:
             programs = count_of(template.programs, "program")
             say(f"process {template.pid} ends when its {programs} have ended")

@@ -43,15 +43,15 @@ def test_names_are_completed(resident, complete, shell, command):
     assert "style-two.safetensors" in "\n".join(lines)
     assert "style-one" not in "\n".join(lines)
     if shell != "bash":  # bash shows no explanations
-        assert "bfloat16, 28" in "\n".join(lines)
+        assert "(bfloat16), 28" in "\n".join(lines)
 
 
-def test_last_folder_that_two_models_have_is_not_offered(tmp_path, evicts, complete):
+def test_last_folder_of_a_name_is_completed(tmp_path, evicts, complete):
     for folder in ("team-a", "team-b"):
         (tmp_path / folder).mkdir()
         save_file(TENSORS, tmp_path / folder / "style.safetensors")
         shmload.warm(tmp_path / folder / "style.safetensors", dtype="bfloat16")
-    assert complete("bash", "rm", "sty") == ["file,sty"]
+    assert complete("bash", "rm", "sty") == ["plain,style.safetensors"]
     lines = complete("bash", "rm", "team-")
     assert lines == ["plain,team-a/style.safetensors", "plain,team-b/style.safetensors"]
 

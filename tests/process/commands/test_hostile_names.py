@@ -40,7 +40,7 @@ _VERBS = [
     ("pin", "{weights}"),
     ("view", "{weights}", "--dtype", "bfloat16", "--dir", "{view}"),
     *_REFUSED,
-    ("rm", "{weights}", "--dry-run"),
+    ("rm", "{weights}"),
     ("gc", "--dry-run"),
     ("gc",),
     ("doctor", "{weights}"),

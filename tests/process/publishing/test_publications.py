@@ -168,8 +168,6 @@ def test_segment_that_is_needed_stays(load, saved):
     source = saved("stable-diffusion")
     with pytest.raises(shmload.SegmentBusy, match="by the publication shm:vae@1; `shmload rm"):
         shmload.evict(source)
-    done = run_to_end([sys.executable, "-m", "shmload", "rm", "--dry-run", str(source)])
-    assert "would remove 0 segments" in done.stdout
     (base,) = (info for info in shmload.segments() if info.source.startswith(str(source)))
     assert base.needed_by == ("shm:vae@1",)
     shmload.evict("shm:vae")

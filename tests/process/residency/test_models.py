@@ -68,7 +68,6 @@ def test_models_are_listed_with_what_they_share(pipelines):
     assert first.shared_with == ("stable-video",)
     assert len(shmload.segments()) == 3
     assert str(shmload.models()).splitlines()[-1].startswith("2 models, 3 segments, ")
-    assert "<td" in shmload.models()._repr_html_()
 
 
 def test_long_listing_says_which_model_each_segment_is_of(pipelines, command):
@@ -178,17 +177,12 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
 
 def test_dry_run_removes_nothing(pipelines, command):
     warm(pipelines[0])
-    assert command("rm", "--dry-run", "stable")[1].startswith("would remove 2 segments, ")
-    state = shmload.load_state_dict(pipelines[0] / "unet" / "model.safetensors", "bfloat16")
-    assert "in use, so they stay: 1 segment" in command("rm", "--dry-run", "--all")[1]
-    del state
     changed = pipelines[0] / "vae" / "model.safetensors"
     changed.write_bytes(changed.read_bytes())
-    shown = command("gc", "--dry-run")[1]
-    assert shown.startswith("stable-diffusion (bfloat16): 1 segment, ")
-    assert re.search(r"^would remove 1 segment, [0-9.]+ KiB$", shown, re.M)
+    done = r" 1 segment, [0-9.]+ KiB: stable-diffusion \(bfloat16\)\n"
+    assert re.fullmatch(f"would remove{done}", command("gc", "--dry-run")[1])
     assert len(shmload.segments()) == 2
-    assert re.search(r"^removed 1 segment, [0-9.]+ KiB$", command("gc")[1], re.M)
+    assert re.fullmatch(f"removed{done}", command("gc")[1])
     assert command("rm", "stable")[1].endswith("stable-diffusion (bfloat16)\n")
 
 

@@ -214,7 +214,7 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts, command):
     assert shmload.collect_garbage() == []  # the time begins again
     idle_for(_HOUR_S)
     (name,) = (info.name for info in shmload.segments())
-    assert command("gc", "--dry-run")[1].endswith("\nwould remove 1 segment, 1.00 MiB\n")
+    assert command("gc", "--dry-run")[1].startswith("would remove 1 segment, 1.00 MiB: ")
     assert shmload.collect_garbage() == [name]
 
 

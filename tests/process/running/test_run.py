@@ -233,14 +233,10 @@ def test_stopped_template_costs_a_second(running, template):
 
 def test_stopped_template_is_listed_and_named(running, template):
     os.kill(template, signal.SIGSTOP)
-    remedy = f"process {template} is stopped by a signal; `kill -CONT {template}`"
     try:
-        listed = running.shmload("template", "ls").stdout
-        assert "stopped" in listed
-        assert remedy in listed
+        assert "stopped" in running.shmload("template", "ls").stdout
         assert f"kill -CONT {template}" in running.shmload("template", "warm").stderr
-        said = running.shmload("template", "stop").stdout.partition("\n")[2]
-        assert said == f"{remedy}: then it ends\n"
+        assert running.shmload("template", "stop").stdout == "ended 1 template\n"
     finally:
         os.kill(template, signal.SIGCONT)
     running.wait_for_templates(lambda found: not found)
