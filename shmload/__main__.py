@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import signal
 import sys
 
 
@@ -11,10 +12,11 @@ def run() -> None:
         from shmload._templates.command import main as run_program
 
         run_program(sys.argv[2:])
+    # End as Ctrl-C does, which leaves no part behind. What is ignored stays so, as under nohup(1).
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
-        from shmload._cli.ending import end_as_signalled
-
-        atexit.register(end_as_signalled)  # the first of all, so it runs last
         # Else the interpreter visits each object of the imported libraries once more, for 1.2 s.
         atexit.register(gc.freeze)
         from shmload._cli.main import main

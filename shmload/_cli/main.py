@@ -1,7 +1,7 @@
 """The command line as a whole, with `shmload doctor`; modules beside have the others.
 
-Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted. What
-SIGTERM or SIGHUP ends, ends by that signal.
+Exit codes: 0 done, 1 failed (the error's text on stderr), 2 wrong usage, 130 interrupted by Ctrl-C,
+SIGTERM or SIGHUP.
 """
 
 import logging
@@ -14,7 +14,6 @@ import click
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import residents, serve, service, sources, templates, top, warm
-from shmload._cli.ending import EndedBySignal
 from shmload._cli.output import as_json_option, is_of_output, print_json, say
 from shmload._cli.sources import complete_paths
 from shmload._loading import progress
@@ -46,9 +45,6 @@ class _Group(click.Group):
         except MemoryError:
             say("shmload: there is no memory; free some, or see `ulimit -v`", err=True)
             ctx.exit(1)
-        except EndedBySignal as exc:
-            say(f"shmload: ended by {exc}", err=True)
-            ctx.exit(1)  # and then `end_as_signalled`
         except KeyboardInterrupt:
             say("shmload: interrupted", err=True)
             ctx.exit(_INTERRUPTED)

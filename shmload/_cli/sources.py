@@ -9,7 +9,6 @@ from click.shell_completion import CompletionItem
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, dtype_names
-from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload.errors import DeviceMapMalformed
 
@@ -140,7 +139,7 @@ def plan_command(
         print_page(found.page())
 
 
-@click.command("view", cls=EndingCommand)
+@click.command("view")
 @click.argument("source", shell_complete=complete_paths)
 @source_options
 @click.option("--dir", "directory", type=click.Path(), required=True, help="Where to make it.")

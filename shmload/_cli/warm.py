@@ -9,7 +9,6 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, parse_dtype
-from shmload._cli.ending import EndingCommand
 from shmload._cli.output import as_json_option, print_json, say
 from shmload._cli.source_list import ListedSource, read_list
 from shmload._cli.sources import as_arguments, complete_paths, given, source_options
@@ -18,7 +17,7 @@ from shmload._settings import parse_keep_for
 from shmload.errors import ArgumentError, ShmloadError, UnknownComponent
 
 
-@click.command("warm", cls=EndingCommand)
+@click.command("warm")
 @click.argument("sources", nargs=-1, shell_complete=complete_paths)
 @source_options
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
