@@ -96,7 +96,7 @@ _CALLED_ELSEWHERE = {
     "rm": "evict",
     "status": "models",
 }
-_ONLY_COMMANDS = ("doctor", "run", "serve", "shutdown", "template", "top")
+_ONLY_COMMANDS = ("doctor", "run", "serve", "shutdown", "template")
 
 
 def __getattr__(name: str) -> "Any":  # each name has its own type, see above

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -47,7 +47,6 @@ _UNITS = {
 _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units}
 # Where nothing can be read or written: the directories of a user without a home.
 _NO_HOME = Path("/dev/null/no-home")
-ServiceUse = Literal["auto", "off", "require"]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # poll(2) counts milliseconds in 31 bits: 24 days.
@@ -58,7 +57,6 @@ _EXPECTED: dict[object, str] = {
     int: "a whole number",
     int | None: "a whole number",
     Seconds: "a number of seconds from 0 to 2000000",
-    ServiceUse: "auto, off or require",
     Fraction: "a number from 0 to below 1",
 }
 
@@ -82,18 +80,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker may take to start, in seconds."""
 
     wait_timeout_s: Seconds = 600.0
-    """How long to wait for a segment that another process is decoding, or for room that running
-    loads may give back in the service's budget or in `budget`, in seconds."""
-
-    service: ServiceUse = "auto"
-    """Whether loads use a service. `auto`: if one runs; `off`: never; `require`: an error without
-    one."""
-
-    socket: Path | None = None
-    """Path of the service's socket; None for the default."""
-
-    service_timeout_s: Seconds = 10.0
-    """How long the service may take to answer a request that reads no weights, in seconds."""
+    """How long to wait for a segment that another process is decoding, or for room in the budget
+    while other loads decode, in seconds."""
 
     remote_timeout_s: Seconds = 60.0
     """How long a request to a bucket or web server is made again after errors, in seconds."""
@@ -134,7 +122,7 @@ def settings() -> Settings:
 
 def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
-    if kind in (Path, Path | None):
+    if kind is Path:
         path = os.path.expanduser(text)
         if path.startswith("~"):
             raise ArgumentError(

@@ -183,8 +183,6 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("SHMLOAD_CACHE_DIR", str(cache / "rules-cache"))
         # Else what a load does would depend on the tests before it.
         patch.setenv("SHMLOAD_REMEMBER", "0")
-        # Nor on a service that the machine's user runs.
-        patch.setenv("SHMLOAD_SERVICE", "off")
         settings.cache_clear()
         _silence_libraries()
         yield

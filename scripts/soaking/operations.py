@@ -62,13 +62,10 @@ def leave() -> Asked:
 # Errors that no fault of a soak can cause.
 _NEVER = {
     "ArgumentError",
-    "PeerRefused",
     "ProtocolError",
     "SegmentCorrupt",
     "SegmentUntrusted",
-    "ServiceRunning",
-    "ServiceUnavailable",  # loads fall back to their own workers
-    "SocketUnusable",
+    "ServiceError",
     "SourceNotFound",
 }
 # Errors that are allowed only for operations on a named segment.

@@ -22,18 +22,18 @@ _SCRIPTS = Path(__file__).parents[1]
 _TAIL_NBYTES = 6000
 _COMMAND_TIMEOUT_S = 60.0
 _SERVICE = "service"
-_SERVING = b"serving at"
+_SERVING = b"serving, budget"
 _SERVICE_DEADLINE_S = 40.0
 
 # Short, so that stopped processes are given up soon. A worker takes some seconds to start when
 # other processes use the cores.
-TIMEOUTS_S = {"STALL": 3.0, "START": 15.0, "WAIT": 6.0, "SERVICE": 3.0}
+TIMEOUTS_S = {"STALL": 3.0, "START": 15.0, "WAIT": 6.0}
 
 
 class Surroundings:
     """The environment and logs of one soak's processes; finds all of them."""
 
-    def __init__(self, work: Path, *, has_service: bool) -> None:
+    def __init__(self, work: Path) -> None:
         self.work = work
         self._mark = secrets.token_hex(8)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SHMLOAD")}
@@ -44,8 +44,6 @@ class Surroundings:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_SCRIPTS), os.getenv("PYTHONPATH")])),
             "SHMLOAD_CACHE_DIR": str(work / "cache"),
             "SHMLOAD_INLINE_NBYTES": "0",
-            "SHMLOAD_SERVICE": "auto" if has_service else "off",
-            "SHMLOAD_SOCKET": str(work / "run" / "service.sock"),
             **{f"SHMLOAD_{name}_TIMEOUT_S": str(value) for name, value in TIMEOUTS_S.items()},
         }
 
@@ -68,7 +66,7 @@ class Surroundings:
         """
         return subprocess.run(
             [sys.executable, "-P", "-m", "shmload", *arguments],
-            env=self._environment | {"SHMLOAD_SERVICE": "off"},
+            env=self._environment,
             check=True,
             capture_output=True,
             text=True,
@@ -267,8 +265,8 @@ class Service:
 
 
 def open_weights(pid: int) -> list[str]:
-    """Return the shards and shared memory objects that a process has open."""
-    files = open_files(pid)
+    """Return the shards and segments that a process has open, without the service's notice."""
+    files = [each for each in open_files(pid) if not each.endswith("-service.part")]
     return [f"{pid} {f}" for f in files if f.startswith("/dev/shm/") or ".safetensors" in f]
 
 

@@ -30,7 +30,7 @@ class Soak:
         self._folder = tempfile.TemporaryDirectory(prefix="shmload-soak-")
         work = Path(self._folder.name)
         self._names_before = names()
-        self._surroundings = Surroundings(work, has_service=report.has_service)
+        self._surroundings = Surroundings(work)
         self._sources = make_sources(work / "sources", random.Random(f"{report.seed} sources"))
         self._service = Service(self._surroundings, budget_nbytes) if report.has_service else None
         if self._service:

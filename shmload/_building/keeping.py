@@ -24,7 +24,7 @@ from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.pagemap import has_own_pages
 from shmload._host.shm import write_at
-from shmload._loading.room import made_room, own_budget
+from shmload._loading.room import chosen_budget, made_room
 from shmload._segments.layout import Layout, lay_out
 from shmload._segments.listing import names_by_inode
 from shmload._segments.metadata import Metadata
@@ -111,7 +111,7 @@ def _write(
     encoded = msgspec.msgpack.encode(record)
     contents[STRUCTURE] = _content_of(memoryview(encoded), torch.uint8)
     layout = _plan(contents, metadata)
-    with made_room(layout.nbytes, own_budget(), is_cancelled=bool):
+    with made_room(layout.nbytes, chosen_budget(), is_cancelled=bool):
         part.prepare(layout)
     return _fill(part, contents, is_pinned=is_pinned)
 

@@ -13,7 +13,7 @@ import click
 
 import shmload
 from shmload._checkpoints.dtypes import dtype_by_component
-from shmload._cli import residents, serve, service, sources, templates, top, warm
+from shmload._cli import residents, serve, service, sources, templates, warm
 from shmload._cli.output import as_json_option, is_of_output, print_json, say
 from shmload._cli.sources import complete_paths
 from shmload._loading import progress
@@ -118,7 +118,6 @@ for _command in (
     serve.serve_command,
     service.status_command,
     service.shutdown_command,
-    top.top_command,
     templates.run_command,
     templates.template_group,
 ):

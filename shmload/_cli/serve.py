@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,7 @@ from shmload._cli.warming import preload
 from shmload._host.limits import allow_descriptors, allow_file_size
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
-from shmload._service.budget import budget_warnings, default_budget
-from shmload._service.client import Client
-from shmload._service.endpoint import Endpoint, socket_path
-from shmload._service.server import serve
-from shmload._service.state import ServiceState
+from shmload._service.keeper import Keeper, budget_warnings, default_budget, notify_systemd
 from shmload._settings import (
     parse_budget,
     relative_variables,
@@ -34,22 +29,16 @@ from shmload._settings import (
     unknown_variables,
 )
 from shmload._wording import count_of, format_nbytes, logger_of
-from shmload.errors import (
-    ArgumentError,
-    ProtocolError,
-    ServiceError,
-    ServiceRunning,
-    ServiceSilent,
-    ShmloadError,
-)
+from shmload.errors import ArgumentError, ShmloadError
 
 logger = logger_of(__name__)
 
 LogFormat = Literal["text", "json"]
 
 _MAX_PORT = 65535
-# One for each client and each segment that is looked at.
 _DESCRIPTORS = 1 << 12
+# A preloading child is given less to end.
+_JOIN_S = 10.0
 
 
 class _Read(click.ParamType[Any]):
@@ -113,7 +102,7 @@ class _ServeCommand(click.Command):
 @click.option(
     "--metrics",
     type=_Read("HOST:PORT", _parse_address),
-    help="Serve /metrics for Prometheus, /healthz and /readyz at this address.",
+    help="Serve metrics for Prometheus at this address.",
 )
 @click.option(
     "--log-format",
@@ -150,97 +139,56 @@ def _run(
     """Run the service from its start to its end."""
     for warning in (*unknown_variables(os.environ), *relative_variables(os.environ)):
         logger.warning("%s", warning)
-    with contextlib.closing(_open_endpoint(socket_path())) as endpoint:
-        _lead_to(endpoint.path)
-        remove_leftovers()
-        allow_descriptors(_DESCRIPTORS)
-        file_nbytes = allow_file_size()  # before a preload, which inherits the limit
-        chosen = [given for given in (budget, settings().budget) if given is not None]
-        state = ServiceState(chosen[0] if chosen else default_budget())
-        with contextlib.closing(state), _ending_by_signals(state):
-            for warning in budget_warnings(state.budget_nbytes, segments(), file_nbytes):
-                logger.warning("%s", warning)
-            state.preloading.total = len(wanted)
-            if metrics:
-                _serve_http(*metrics, state)
-            serve(endpoint, state, lambda: _when_ready(endpoint, state, wanted))
-            _notify_systemd("STOPPING=1")
-        remove_leftovers()  # parts of a preload that the end cut short
+    remove_leftovers()
+    allow_descriptors(_DESCRIPTORS)
+    allow_file_size()  # before a preload, which inherits the limit
+    chosen = [given for given in (budget, settings().budget) if given is not None]
+    budget_nbytes = chosen[0] if chosen else default_budget()
+    with (
+        contextlib.closing(Keeper(budget_nbytes, len(wanted))) as keeper,
+        _ending_by_signals(keeper),
+    ):
+        for warning in budget_warnings(budget_nbytes, segments()):
+            logger.warning("%s", warning)
+        if metrics:
+            _serve_metrics(*metrics, keeper)
+        preloading = threading.Thread(target=preload, args=(wanted, keeper), daemon=True)
+        logger.info("serving, budget %s", format_nbytes(budget_nbytes))
+        notify_systemd("READY=1")
+        preloading.start()
+        keeper.run()
+        notify_systemd("STOPPING=1")
+        preloading.join(_JOIN_S)
+    remove_leftovers()  # parts of a preload that the end cut short
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
 
 
-def _lead_to(path: Path) -> None:
-    """Have this process's children find the service at a socket of systemd's."""
-    if path != socket_path():
-        logger.warning(
-            "systemd's socket is %s, and loads look for %s; set SHMLOAD_SOCKET=%s for the service "
-            "and for its clients",
-            path,
-            socket_path(),
-            path,
-        )
-        os.environ["SHMLOAD_SOCKET"] = str(path)
-
-
 @contextlib.contextmanager
-def _ending_by_signals(state: ServiceState) -> Iterator[None]:
+def _ending_by_signals(keeper: Keeper) -> Iterator[None]:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
-            signal.signal(number, lambda *_: state.stop())
+            signal.signal(number, lambda *_: keeper.stop())
     # Python calls these only between two instructions. A signal that comes just before the service
-    # waits for clients must end that wait.
-    signal.set_wakeup_fd(state.signalled_fd, warn_on_full_buffer=False)
+    # waits must end that wait.
+    signal.set_wakeup_fd(keeper.signalled_fd, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(-1)
 
 
-def _serve_http(host: str, port: int, state: ServiceState) -> None:
+def _serve_metrics(host: str, port: int, keeper: Keeper) -> None:
     # Imported here: a service without --metrics needs no server.
-    from shmload._service.web import make_app, serve_http
+    from shmload._service.gauges import serve_metrics
 
-    port = serve_http(host, port, make_app(state))
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    logger.info("metrics at %s/metrics; also /healthz and /readyz", url, extra={"url": url})
-
-
-def _open_endpoint(path: Path) -> Endpoint:
-    """Become the service; if another one runs but hangs, say that."""
-    try:
-        return Endpoint(path)
-    except ServiceRunning as running:
-        try:
-            Client(path).close()
-        except ServiceSilent as exc:
-            raise exc from None
-        except (ServiceError, ProtocolError):  # it is starting or ending, or listens elsewhere
-            raise running from None
-        raise
-
-
-def _when_ready(endpoint: Endpoint, state: ServiceState, wanted: Sequence[ListedSource]) -> None:
-    state.run_in_background(state.remove_expired)
-    logger.info("serving at %s, budget %s", endpoint.path, format_nbytes(state.budget_nbytes))
-    _notify_systemd("READY=1")
-    if wanted:
-        state.run_in_background(lambda: preload(wanted, state))
-
-
-def _notify_systemd(message: str) -> None:
-    """Tell systemd the state, if it started this process (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
-        # A leading @ means the zero byte of an abstract socket address.
-        notifier.connect("\0" + address[1:] if address.startswith("@") else address)
-        notifier.send(message.encode())
+    port = serve_metrics(host, port, keeper)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    logger.info("metrics at %s", url, extra={"url": url})
 
 
 # Its log ------------------------------------------------------------------------------------------
 #
-#   {"time": "2026-11-22T10:05:00.123Z", "level": "INFO", "logger": "shmload._service.state",
+#   {"time": "2026-11-22T10:05:00.123Z", "level": "INFO", "logger": "shmload._service.keeper",
 #    "message": "evicted …", "fields": {"segment": "…", "nbytes": 1024}}
 #
 # In JSON each line is one object of these five keys, whatever a message or a field holds.

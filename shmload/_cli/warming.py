@@ -23,7 +23,7 @@ from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ShmloadError
 
 if TYPE_CHECKING:
-    from shmload._service.state import ServiceState
+    from shmload._service.keeper import Keeper
 
 logger = logger_of(__name__)
 
@@ -43,7 +43,6 @@ class Warming:
     Args:
         wanted: what to warm.
         verbose: log each step.
-        env: more variables of its environment.
         stderr: as for `procs.start`.
 
     Raises:
@@ -55,7 +54,6 @@ class Warming:
         wanted: ListedSource,
         *,
         verbose: bool = False,
-        env: dict[str, str] | None = None,
         stderr: int | None = None,
     ) -> None:
         self.source = wanted.source
@@ -65,7 +63,7 @@ class Warming:
             self.child = procs.start(
                 "shmload",
                 *(*(["--verbose"] if verbose else []), "warm", *options),
-                env=procs.child_environment() | (env or {}),
+                env=procs.child_environment(),
                 stdout=self._output,
                 stderr=stderr,
             )
@@ -153,19 +151,17 @@ def _size(source: str) -> tuple[bool, int]:
 # For the service ----------------------------------------------------------------------------------
 
 
-def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
+def preload(wanted: Sequence[ListedSource], keeper: "Keeper") -> None:
     """Warm sources one after the other; log errors and go on with the next source.
 
-    A child process warms each source as a client of this service. Returns early when the service
-    ends.
+    A child process warms each source. Returns early when the service ends.
     """
     made: dict[str, ListedSource] = {}
     for each in wanted:
-        if state.is_stopping:
+        if keeper.is_stopping:
             return
-        state.preloading.begin(each.source)
-        report = _preload_one(each, state)
-        state.preloading.end(is_resident=report is not None)
+        report = _preload_one(each, keeper)
+        keeper.note_preloaded(is_resident=report is not None)
         if report:
             nbytes = report["resident_nbytes"]
             amount = format_nbytes(nbytes)
@@ -176,20 +172,18 @@ def preload(wanted: Sequence[ListedSource], state: "ServiceState") -> None:
             _report_evicted(made, each, evicted)
 
 
-def _preload_one(wanted: ListedSource, state: "ServiceState") -> dict[str, Any] | None:
+def _preload_one(wanted: ListedSource, keeper: "Keeper") -> dict[str, Any] | None:
     """Warm one source; None if that failed, which is logged, or if the service ends."""
     error: str | None
     try:
-        warming = Warming(
-            wanted, verbose=True, env={"SHMLOAD_SERVICE": "require"}, stderr=subprocess.PIPE
-        )
+        warming = Warming(wanted, verbose=True, stderr=subprocess.PIPE)
     except OSError as exc:
         error = f"no process for it: {exc}"
     else:
         try:
-            error = _log_lines(warming.child, wanted, state)
+            error = _log_lines(warming.child, wanted, keeper)
         finally:
-            how = warming.child.end(_SERVICE_END_TIMEOUT_S, ask=state.is_stopping)
+            how = warming.child.end(_SERVICE_END_TIMEOUT_S, ask=keeper.is_stopping)
             answer = warming.answer()
         has_failed = warming.child.process.returncode != 0
         if answer and not has_failed:
@@ -197,18 +191,18 @@ def _preload_one(wanted: ListedSource, state: "ServiceState") -> dict[str, Any] 
         error = error or (
             f"its process ended ({how})" if has_failed else "its process printed no report"
         )
-    if not state.is_stopping:
+    if not keeper.is_stopping:
         logger.error("line %d cannot be preloaded: %s", wanted.line, error, extra=wanted.fields)
     return None
 
 
-def _log_lines(child: procs.Child, wanted: ListedSource, state: "ServiceState") -> str | None:
+def _log_lines(child: procs.Child, wanted: ListedSource, keeper: "Keeper") -> str | None:
     """Log what a child logs, until it or the service ends; returns its error."""
     error = None
     pipe = child.process.stderr
     assert pipe is not None
     with pipe:
-        for line in _lines(pipe.fileno(), state):
+        for line in _lines(pipe.fileno(), keeper):
             if line.startswith(_ERROR_PREFIX):
                 error = line.removeprefix(_ERROR_PREFIX)
             else:
@@ -217,15 +211,15 @@ def _log_lines(child: procs.Child, wanted: ListedSource, state: "ServiceState") 
     return error
 
 
-def _lines(fd: int, state: "ServiceState") -> Iterator[str]:
+def _lines(fd: int, keeper: "Keeper") -> Iterator[str]:
     """Yield the lines that come through a pipe, until its end or until the service must end."""
     poll = select.poll()
-    for each in (fd, state.wake_fd):
+    for each in (fd, keeper.wake_fd):
         poll.register(each, select.POLLIN)
     rest = b""
     while True:
-        if state.wake_fd in {ready for ready, _ in poll.poll()}:
-            state.stop()  # a signal makes it readable before the signal's handler has run
+        if keeper.wake_fd in {ready for ready, _ in poll.poll()}:
+            keeper.stop()  # a signal makes it readable before the signal's handler has run
             return
         received = os.read(fd, 1 << 16)
         *lines, rest = (rest + received).split(b"\n")

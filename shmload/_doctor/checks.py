@@ -7,7 +7,6 @@ import re
 import resource
 import shlex
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,10 +17,8 @@ from shmload._host.procfs import FileSystem
 from shmload._host.reading import Reading
 from shmload._loading.shard import Plan
 from shmload._segments.eviction import Budget
-from shmload._service.protocol import VERSION, Status
-from shmload._settings import ServiceUse
 from shmload._wording import count_of, format_nbytes
-from shmload.errors import PeerRefused, ServiceUnavailable, ShmloadError
+from shmload.errors import ShmloadError
 from shmload.workers.ranges import RANGE_NBYTES, REQUESTS
 
 # Below the first (docker's default for /dev/shm is 64 MiB) almost no model fits. The second is the
@@ -35,7 +32,6 @@ _ENOUGH_LOCKED_NBYTES = 8 << 20
 # The next block of a large model no longer fits then.
 _NEARLY_ALL = 0.9
 _LEAST_KERNEL = (5, 4)
-_SLOW_ANSWER_S = 1.0
 # A plain SATA disk reads 0.5 GB/s; copying from the page cache below 1 GB/s has another cause.
 _SLOW_DISK_BYTES_PER_S, _SLOW_CACHE_BYTES_PER_S = 0.5e9, 1e9
 # Reading less is too quick to measure.
@@ -45,7 +41,6 @@ _SLOW_COPY_BYTES_PER_S = 5e9
 
 _ENLARGE = "sudo mount -o remount,size=90% /dev/shm"
 _MOUNT = "sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-_OWN_SOCKET = "export SHMLOAD_SOCKET=$HOME/.shmload/service.sock"
 _MAKE_ROOM = "shmload gc; shmload ls"  # `shmload ls` shows what `shmload rm` can remove
 
 State = Literal["ok", "warn", "bad"]
@@ -235,51 +230,6 @@ def kernel(release: str, has_pidfds: bool) -> Judgement:
         remedy = "sudo apt-get install --only-upgrade libseccomp2 containerd.io  # on the host"
         return "bad", f"Linux {release}; a sandbox forbids pidfd_open", remedy
     return "ok", f"Linux {release}", ""
-
-
-# Service ------------------------------------------------------------------------------------------
-
-
-def service(
-    path: Path,
-    use: ServiceUse,
-    found: Status | ShmloadError | None,
-    elapsed_s: float,
-    pid: int | None = None,
-    why_none: str = "",
-) -> Judgement:
-    """Judge the service.
-
-    Args:
-        path: of its socket.
-        use: the setting: whether loads use a service.
-        found: its answer, or the error; None if there is no socket.
-        elapsed_s: how long the answer took, in seconds.
-        pid: of the service, in this process's pid namespace; None if unknown.
-        why_none: why none of this user can listen there; empty if one can.
-    """
-    match found:
-        case None if why_none:
-            state: State = "bad" if use == "require" else "warn"
-            detail, remedy = f"none runs, and none can: {why_none}", _OWN_SOCKET
-        case None:
-            state = "bad" if use == "require" else "ok"
-            detail, remedy = "none runs", "shmload serve &"
-        case Status():
-            state = "ok" if elapsed_s < _SLOW_ANSWER_S else "warn"
-            detail = f"process {found.pid}, protocol {VERSION}, answers in {elapsed_s:.3f} s"
-            remedy = "shmload top"
-        case ServiceUnavailable(__cause__=ConnectionRefusedError()):
-            state = "bad" if use == "require" else "warn"
-            detail = f"none runs, and {path} is left from a dead one"
-            remedy = "shmload serve &"  # it replaces the socket
-        case PeerRefused() | ServiceUnavailable(__cause__=PermissionError()):
-            state, detail = "bad", str(found)
-            remedy = _OWN_SOCKET
-        case _:
-            state, detail = "bad", str(found)
-            remedy = f"kill -9 {pid}; shmload serve &" if pid else "shmload serve &"
-    return state, detail, remedy
 
 
 # Source -------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ import itertools
 import os
 import resource
 import shlex
-import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from packaging.version import Version
 
@@ -33,17 +31,13 @@ from shmload._host.procfs import (
 from shmload._host.reading import choose_reading
 from shmload._host.shm import SHM_DIR, shm_free_nbytes, shm_total_nbytes
 from shmload._ipc.procs import has_pidfds
-from shmload._loading.room import own_budget
+from shmload._loading.room import chosen_budget
 from shmload._loading.shard import Plan, ShardPlan
 from shmload._loading.verbs import plan
-from shmload._segments.eviction import Budget, evictable
+from shmload._segments.eviction import evictable
 from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.upkeep import find_garbage, pinned_outdated
 from shmload._segments.users import page_lock_limit, page_locks
-from shmload._service.budget import service_budget
-from shmload._service.client import Client
-from shmload._service.endpoint import connect, service_pid, socket_path, why_unusable
-from shmload._service.protocol import GetStatus, Status
 from shmload._settings import (
     given_variables,
     relative_variables,
@@ -52,7 +46,7 @@ from shmload._settings import (
     worker_count,
 )
 from shmload._version import TESTED
-from shmload.errors import LibraryMissing, ProtocolError, ServiceError, ShmloadError, UnknownDtype
+from shmload.errors import LibraryMissing, ShmloadError, UnknownDtype
 from shmload.workers.reader import FillError
 
 _Rows = Iterator[tuple[str, Judgement]]
@@ -96,10 +90,8 @@ def _machine(planned: Plan | ShmloadError | None) -> _Rows:
     limits = cgroup_free_nbytes(), cgroup_limit_nbytes()
     yield "control group", checks.control_group(*limits, *room)
     yield "machine memory", checks.machine_memory(machine_free_nbytes(), *room)
-    path = socket_path()
-    status, status_s = _ask_service(path)
     resident = sum(info.nbytes for info in segments_by_lock()) if _has_list() else 0
-    yield "budget", checks.budget(_budget_of(status), resident, *room)
+    yield "budget", checks.budget(chosen_budget(), resident, *room)
     wrong = [*unknown_variables(os.environ), *relative_variables(os.environ)]
     yield "settings", checks.variables(wrong, given_variables(os.environ))
     yield "locked memory", checks.locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
@@ -107,10 +99,6 @@ def _machine(planned: Plan | ShmloadError | None) -> _Rows:
     yield "page locks", checks.pinned_pages(page_lock_limit(), pinned)
     yield "open files", checks.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield "kernel", checks.kernel(os.uname().release, has_pidfds())
-    pid = _service_pid(path) if isinstance(status, ShmloadError) else None
-    why_none = why_unusable(path) if status is None else ""
-    use = settings().service
-    yield "service", checks.service(path, use, status, status_s, pid, why_none)
 
 
 def _plan(source: str, dtype: object) -> Plan | ShmloadError:
@@ -140,36 +128,6 @@ def _has_list() -> bool:
 def _outdated_nbytes() -> int:
     """Return the size of what stays though its files have changed, because it is pinned."""
     return sum(info.nbytes for info in pinned_outdated())
-
-
-def _ask_service(path: Path) -> tuple[Status | ShmloadError | None, float]:
-    """Return what the service says, and how long that took, in seconds."""
-    found: Status | ShmloadError | None = None
-    began_at = time.monotonic()
-    if os.path.lexists(path):
-        try:
-            with Client(path) as client:
-                found = client.ask(GetStatus(), Status)
-        except (ServiceError, ProtocolError) as exc:
-            found = exc
-    return found, time.monotonic() - began_at
-
-
-def _budget_of(found: Status | ShmloadError | None) -> Budget | None:
-    """Return the budget that a load of this process would keep to."""
-    if isinstance(found, Status) and settings().service != "off":
-        return service_budget(found.budget_nbytes)
-    return own_budget()
-
-
-def _service_pid(path: Path) -> int | None:
-    """Return the process that has the service's socket, from the kernel: the service may hang."""
-    with (
-        contextlib.suppress(ServiceError),
-        contextlib.closing(connect(path, settings().service_timeout_s)) as connection,
-    ):
-        return service_pid(connection, path)
-    return None
 
 
 def _source(source: str, dtype: object, planned: Plan | ShmloadError) -> _Rows:

@@ -234,11 +234,6 @@ class Holdings:
         """Whether some code has read a stand-in's zeros for weights."""
         return any(isinstance(held, Hollow) and held.was_read for held in self.held.values())
 
-    def attached_and_decoded(self) -> tuple[list[str], list[str]]:
-        """Return the names of complete segments: the attached ones, and those decoded here."""
-        complete = {segment.name for segment in self.segments()}
-        return sorted(complete - self._decoded), sorted(complete & self._decoded)
-
     # Ending ---------------------------------------------------------------------------------------
 
     def close(self, *, is_discarded: bool = False) -> None:

@@ -29,10 +29,10 @@ from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress, Step
-from shmload._loading.room import AtService
+from shmload._loading.room import chosen_budget
 from shmload._loading.shard import OpenShard
 from shmload._segments.eviction import Evicted, group_evicted
-from shmload._segments.listing import SegmentInfo, segments_by_lock
+from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import name_prefix
 from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
@@ -65,8 +65,7 @@ class Load:
         progress: counts the bytes.
         parent_is_busy: the caller needs a core while the load decodes.
         workers: number of worker processes; None for the number in the settings.
-        ring: takes the bytes that are not resident, instead of segments, and without a service;
-            stays the caller's.
+        ring: takes the bytes that are not resident, instead of segments; stays the caller's.
         may_link: as for `Holdings`.
 
     Raises:
@@ -94,7 +93,6 @@ class Load:
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._coordinator: Coordinator | None = None
         self._cancelled = threading.Event()
-        self._service = AtService(source, self._cancelled.is_set)
         self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
@@ -142,13 +140,6 @@ class Load:
         for segment in self.holdings.segments():
             check_digest(segment)
 
-    def leave_service(self) -> None:
-        """Tell the service that the load is over; call it if segments stay in use for long.
-
-        While the load lasts, other loads wait for the room that it may give back.
-        """
-        self._service.close()
-
     def close(self) -> None:
         """End the load: stop the thread and workers, remove the parts, give all leases back."""
         self._end(is_discarded=False)
@@ -162,8 +153,6 @@ class Load:
         # The thread uses what is closed next: a Ctrl-C must not cut the wait for its end short.
         interrupt = self._work.join_undisturbed() if self._work else None
         with contextlib.ExitStack() as closing:  # all, even if one raises
-            # Last: until then the service knows that this load gives its leases back soon.
-            closing.callback(self.leave_service)
             closing.callback(self.holdings.close, is_discarded=is_discarded)
             if self._coordinator:
                 closing.callback(self._coordinator.close)
@@ -174,8 +163,6 @@ class Load:
         """Take the locks and start to decode; the thread waits for other processes' parts last."""
         mine = self.holdings.acquire()
         remove_expired()  # not earlier: what this load uses stays
-        if self.holdings.held and not self._ring:
-            self._service.connect()
         try:
             if mine:
                 self._prepare(mine)
@@ -200,7 +187,6 @@ class Load:
                 self._decode(mine)
             for shard in self.holdings.awaited():
                 self._wait_for(shard)
-            self._service.note(*self.holdings.attached_and_decoded())
         finally:
             self.filled.put(None)
             if self._ring:
@@ -223,12 +209,9 @@ class Load:
 
     def _prepare(self, shards: list[OpenShard]) -> None:
         """Make room for some shards' parts, and give them their length and header."""
-        gone: list[SegmentInfo] = []
-        budget = None
+        budget = chosen_budget() if self._stay is Stay.RESIDENT else None
         with self._progress.during(Step.MAKING_ROOM):
-            if self._stay is Stay.RESIDENT:
-                gone, budget = self._service.reserve(sum(each.layout.nbytes for each in shards))
-            gone += self.holdings.make_parts(shards, budget, self._cancelled.is_set)
+            gone = self.holdings.make_parts(shards, budget, self._cancelled.is_set)
         self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
         for each in group_evicted(gone, segments_by_lock()) if gone else ():
             self.evicted.append(each)
@@ -254,7 +237,6 @@ class Load:
             return
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest)
-        self._service.settle()
 
     def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
         """Return what notes the pieces of some jobs as filled."""

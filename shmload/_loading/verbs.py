@@ -264,7 +264,6 @@ def view(
             found, rules = find_with_rules(wanted, counter, may_be_unread=True)
             load = ending.enter_context(complete_load(found, rules, counter, stay, workers, verify))
         lent = ending.enter_context(View(found.root, load.holdings.files()))
-        load.leave_service()
         note = _note_of_left_out(found, variant)
         if note:
             logger.warning("%s", note)

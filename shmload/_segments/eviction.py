@@ -268,23 +268,6 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
         taken |= {info.name for info in victims} - {info.name for info in gone}
 
 
-def require_possible(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> None:
-    """Check that `nbytes` would fit if no process used a segment and no load ran.
-
-    Args:
-        nbytes: size of the new segments, in bytes.
-        budget: as for `choose_victims`.
-        reserved: what the loads that run would give back, in bytes.
-
-    Raises:
-        CapacityError: they would not.
-    """
-    found = [msgspec.structs.replace(info, is_leased=False) for info in segments_by_lock()]
-    idle_nbytes = sum(info.nbytes for info in evictable(found)) + reserved
-    choose_victims(found, nbytes, nbytes, budget)
-    require_room(nbytes, evictable=idle_nbytes)
-
-
 def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:
     """Log what went of all that was there, by the names that the models had."""
     if not gone or not logger.isEnabledFor(logging.INFO):

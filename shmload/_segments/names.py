@@ -4,10 +4,11 @@ shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
 shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
+shmload-UID-service.part    what the running service says of itself; locked by it
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 
-An empty name is there only while a process holds its lock: one at a time has its turn. What a dead
-process leaves of one goes as its parts do.
+The last three files are there only while a process holds their lock. What a dead process leaves of
+one goes as its parts do.
 """
 
 import contextlib
@@ -76,12 +77,10 @@ def part_name(segment: str) -> str:
 
 
 def lock_name(what: str) -> str:
-    """Return the name whose lock is held by the one that looks for room, or changes a mode.
-
-    It ends like a part's: what a dead process leaves goes in the same way.
+    """Return the name whose lock one process at a time holds.
 
     Args:
-        what: `room` or `mode`.
+        what: for what: `room`, `mode` or `service`.
     """
     return f"{name_prefix()}{what}{_PART_SUFFIX}"
 
@@ -98,12 +97,27 @@ def name_prefix() -> str:
 
 def segment_names() -> Iterator[str]:
     """List the names of the segments that are there now."""
-    pattern = re.compile(f"{re.escape(name_prefix())}[0-9a-f]{{{2 * _KEY_NBYTES}}}")
+    pattern = _pattern_of_segments()
     return (name for name in shm_names() if pattern.fullmatch(name))
 
 
 def part_names() -> Iterator[str]:
     """List the names of the parts that are there now."""
+    pattern = _pattern_of_segments()
+    return (n for n in _names_like_parts() if pattern.fullmatch(n.removesuffix(_PART_SUFFIX)))
+
+
+def lock_names() -> Iterator[str]:
+    """List the names that are there for a lock alone; most are held."""
+    pattern = _pattern_of_segments()
+    return (n for n in _names_like_parts() if not pattern.fullmatch(n.removesuffix(_PART_SUFFIX)))
+
+
+def _pattern_of_segments() -> re.Pattern[str]:
+    return re.compile(f"{re.escape(name_prefix())}[0-9a-f]{{{2 * _KEY_NBYTES}}}")
+
+
+def _names_like_parts() -> Iterator[str]:
     prefix = name_prefix()
     return (n for n in shm_names() if n.startswith(prefix) and n.endswith(_PART_SUFFIX))
 

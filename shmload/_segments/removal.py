@@ -16,7 +16,7 @@ from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
 from shmload._segments.listing import publications_by_segment, segments_by_lock
-from shmload._segments.names import part_names, segment_names
+from shmload._segments.names import lock_names, part_names, segment_names
 from shmload._segments.roots import model_names
 from shmload._segments.segment import Segment, attach, peek
 from shmload._segments.view import remove_dead_views
@@ -71,7 +71,8 @@ def attached(name: str) -> Iterator[Segment | None]:
 def remove_leftovers() -> list[str]:
     """Remove what dead processes left: parts, shared segments, views. Return the names."""
     # No process lists parts, so a process that holds one is building it: do not wait.
-    parts = [name for name in part_names() if remove_if_free(name, patience_s=0)]
+    unfinished = [*part_names(), *lock_names()]
+    parts = [name for name in unfinished if remove_if_free(name, patience_s=0)]
     shared = [name for name in segment_names() if _ask(name, _is_shared)]
     return [
         *parts,

@@ -12,7 +12,7 @@ from shmload._checkpoints.header import Header
 from shmload._segments.eviction import evictable
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
 from shmload._segments.models import find_models
-from shmload._segments.names import part_names
+from shmload._segments.names import lock_names, part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.removal import (
     attached,
@@ -165,7 +165,7 @@ def find_garbage() -> list[str]:
         for info in evictable(segments())
         if (info.is_shared or info.is_due or not info.is_current)
     ]
-    parts = filter(is_free, part_names())
+    parts = filter(is_free, [*part_names(), *lock_names()])
     return [*unused, *parts, *dead_views()]
 
 

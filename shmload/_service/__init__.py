@@ -1,5 +1,5 @@
-"""The service: a daemon with warm workers and a budget, its protocol, and its client.
+"""The service: warms a list, keeps what is resident within a budget, and tells how it is doing.
 
-Guarantee: all that lasts is in /dev/shm, where a new daemon finds it; and no client delays another.
+Guarantee: loads never wait for it. All that lasts is in /dev/shm, where a new service finds it.
 May import `_decoding` and below.
 """

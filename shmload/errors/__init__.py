@@ -1,7 +1,7 @@
 """Every error that shmload raises on purpose; import them from here.
 
 Guarantee: each error is built from facts and says what happened, to which file or segment, and what
-to do. It can be pickled, and the service sends it to a client by name. May import `_wording` only.
+to do. It can be pickled. May import `_wording` only.
 
     ShmloadError
     ├── ArgumentError (ValueError)
@@ -51,11 +51,6 @@ to do. It can be pickled, and the service sends it to a client by name. May impo
     │   ├── WorkerStalled
     │   └── WorkerFailed
     ├── ServiceError
-    │   ├── ServiceUnavailable (ConnectionError)
-    │   │   └── ServiceSilent
-    │   ├── ServiceRunning
-    │   ├── SocketUnusable
-    │   └── PeerRefused (PermissionError)
     ├── ProtocolError
     ├── NodeError
     ├── TemplateUnavailable

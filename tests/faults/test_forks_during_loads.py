@@ -281,13 +281,11 @@ def test_nothing_else_is_done_in_forked_children():
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 4 * COUNT)
-@pytest.mark.parametrize(("way", "has_service"), [("plain", False), ("redirected", True)])
+@pytest.mark.parametrize("way", ["plain", "redirected"])
 def test_child_that_is_forked_at_any_moment_of_a_load_is_as_ever_and_loads(
-    request, saved, child, configure, evicts, shm_names, way, has_service
+    saved, child, configure, evicts, way
 ):
     configure(inline_nbytes=0, workers=1)
-    if has_service:
-        request.getfixturevalue("service")()
     process = child(PROGRAM, saved("stable-diffusion"), COUNT, way)
     loads, events = map(int, process.expect("LOADS").split())
     assert events > 100_000  # the moments are of the load's own code
@@ -295,4 +293,3 @@ def test_child_that_is_forked_at_any_moment_of_a_load_is_as_ever_and_loads(
     assert count > 0.9 * COUNT  # loads differ a little in length
     assert process.expect("END") == ""
     assert process.wait() == 0
-    assert not has_service or not [name for name in shm_names() if name.endswith(".part")]

@@ -14,7 +14,6 @@ from shmload._cli.main import main
 from shmload._settings import Settings
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_SOCKET = "/run/shmload/own/service.sock"
 
 
 def blocks(page, language):
@@ -65,10 +64,6 @@ def test_variables_of_containers_exist():
         for container in containers(pod):
             for variable in container.get("env", ()):
                 assert variable["name"] in known
-                if variable["name"] == "SHMLOAD_SOCKET":
-                    assert variable["value"] == _SOCKET
-                if variable["name"] == "SHMLOAD_SERVICE":
-                    assert variable["value"] == "require"
 
 
 def test_volumes_that_are_mounted_are_declared_and_used():
@@ -82,20 +77,19 @@ def test_pods_of_a_node_have_the_same_user_and_volumes():
     _, service, server = pods()
     assert service["securityContext"] == server["securityContext"]
     assert service["volumes"] == server["volumes"]
-    users = [c for c in containers(service) + containers(server) if c["name"] != "own-directory"]
+    users = [c for c in containers(service) + containers(server) if c["name"] != "own-cache"]
     assert len({str(c["volumeMounts"]) for c in users}) == 1
     (shm,) = {m["mountPath"] for c in users for m in c["volumeMounts"] if m["name"] == "shm"}
     assert shm == "/dev/shm"
 
 
-def test_limit_holds_the_budget_and_the_probe_waits_for_the_service():
+def test_limit_holds_the_budget():
     _, service, _ = pods()
     (weights,) = service["containers"]
     budget = weights["command"][weights["command"].index("--budget") + 1]
     limit = weights["resources"]["limits"]["memory"]
     assert int(limit.removesuffix("Gi")) > int(budget.removesuffix("GiB"))
     assert weights["resources"]["requests"]["memory"] == limit
-    assert weights["readinessProbe"]["timeoutSeconds"] > Settings().service_timeout_s
 
 
 def test_example_for_ray_calls_what_there_is(monkeypatch):

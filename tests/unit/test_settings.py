@@ -41,7 +41,7 @@ def test_variables_that_change_after_the_first_use_have_no_effect(monkeypatch):
         ("SHMLOAD_STALL_TIMEOUT_S", "2s", "a number of seconds from 0 to 2000000"),
         ("SHMLOAD_START_TIMEOUT_S", "-1", "a number of seconds from 0 to 2000000"),
         ("SHMLOAD_WAIT_TIMEOUT_S", "nan", "a number of seconds from 0 to 2000000"),
-        ("SHMLOAD_SERVICE_TIMEOUT_S", "inf", "a number of seconds from 0 to 2000000"),
+        ("SHMLOAD_WAIT_TIMEOUT_S", "inf", "a number of seconds from 0 to 2000000"),
     ],
 )
 def test_wrong_value_is_named_with_its_variable_and_what_it_must_be(

@@ -59,10 +59,10 @@ def test_argument_that_cannot_work_is_wrong_usage(tmp_path, monkeypatch):
         done = run(command, source, "--dtype", "bfloat17")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "unknown dtype 'bfloat17'" in done.stderr
-    monkeypatch.setenv("SHMLOAD_SERVICE", "perhaps")
+    monkeypatch.setenv("SHMLOAD_REMEMBER", "perhaps")
     done = run("doctor")
     assert done.returncode == 2
-    assert "SHMLOAD_SERVICE is 'perhaps'; it must be auto, off or require" in done.stderr
+    assert "SHMLOAD_REMEMBER is 'perhaps'; it must be true or false" in done.stderr
 
 
 def test_interrupt_before_the_first_command_line_is_read_is_one_sentence(tmp_path):

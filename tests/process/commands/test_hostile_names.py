@@ -19,7 +19,7 @@ _ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _UTF8 = {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
 _NAMES = {"steering": f"{_STEERING}café".encode(), "no text": b"caf\xe9"}
 # They need a terminal, run until they are ended, or take no name of weights.
-_APART = {"serve", "top", "run", "save", "template"}
+_APART = {"serve", "run", "save", "template"}
 _REFUSED = [
     ("plan", "{weights}.missing.safetensors"),
     ("warm", "{broken}"),
@@ -55,7 +55,6 @@ def test_every_verb_is_tried():
 def place(tmp_path, evicts):
     environment = os.environ | {
         "SHMLOAD_CACHE_DIR": str(tmp_path / "cache"),
-        "SHMLOAD_SOCKET": str(tmp_path / "run" / "service.sock"),
         "SHMLOAD_INLINE_NBYTES": "0",
     }
     return os.fsencode(tmp_path), environment

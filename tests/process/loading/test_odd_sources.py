@@ -154,10 +154,7 @@ def test_error_of_the_library_speaks_of_the_source(copied, damage):
     assert not mentions_of_view([vars(got.value), got.value.args])
 
 
-@pytest.mark.parametrize("with_service", [False, True], ids=["alone", "service"])
-def test_path_that_is_no_text_is_loaded_and_named_in_errors(service, tmp_path, with_service):
-    if with_service:
-        service()
+def test_path_that_is_no_text_is_loaded_and_named_in_errors(tmp_path):
     folder = tmp_path / "\udcff"
     folder.mkdir()
     path = folder / "model.safetensors"

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from serving import wait_until
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
@@ -119,7 +118,7 @@ def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_v
     service("--budget", str(2 * ((1 << 20) + 4096)))
     program = map_through_view(shards[0])
     shmload.warm(shards[1], torch_dtype="bfloat16")
-    wait_until(lambda found: [lease.pids for lease in found.leases] == [(program.pid,)])
+    assert [user.pid for model in shmload.models() for user in model.used_by] == [program.pid]
     shmload.warm(shards[2], torch_dtype="bfloat16")  # the first was used least recently
     assert {info.source for info in shmload.segments()} == {str(shards[0]), str(shards[2])}
 

@@ -262,10 +262,7 @@ def test_pins_and_times_to_live_are_columns_where_there_are_some(pipelines):
 # What is being decoded ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_service", [False, True])
-def test_decode_is_listed_with_its_rate_and_its_process(checkpoint, child, request, has_service):
-    if has_service:
-        request.getfixturevalue("service")()
+def test_decode_is_listed_with_its_rate_and_its_process(checkpoint, child):
     process = child(CHILD, "warm", checkpoint)
     begun(process)
     process.expect("AT")
@@ -281,6 +278,6 @@ def test_decode_is_listed_with_its_rate_and_its_process(checkpoint, child, reque
     assert process.pid in {int(word) for word in shown.split() if word.isdigit()}
     process.process.kill()
     process.process.wait()
-    while find_decoding():  # a service gives the part back a moment later
+    while find_decoding():
         pass
     shmload.collect_garbage()

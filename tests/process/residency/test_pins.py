@@ -19,8 +19,7 @@ from shmload._segments.names import lock_name, try_turn
 from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
 from shmload._segments.upkeep import find_garbage
-from shmload._service import state as state_module
-from shmload._service.state import ServiceState
+from shmload._service.keeper import Keeper
 from shmload.errors import ArgumentError, SegmentNotFound, SegmentTimeout
 
 _HOUR_S = 3600
@@ -267,13 +266,12 @@ def test_time_begins_when_the_last_user_ends(shards, evicts, saved):
     assert shmload.collect_garbage() == []
 
 
-def test_service_removes_what_is_due(shards, evicts, monkeypatch):
-    monkeypatch.setattr(state_module, "_SWEEP_S", 0.01)
+def test_service_removes_what_is_due(shards, evicts):
     shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
     idle_for(_HOUR_S)
-    with contextlib.closing(ServiceState(1 << 30)) as state:
-        state.run_in_background(state.remove_expired)
-        until(lambda: not shmload.segments())
+    with contextlib.closing(Keeper(1 << 30)) as keeper:
+        keeper.sweep()
+    assert not shmload.segments()
 
 
 def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path, command):

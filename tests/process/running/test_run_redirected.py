@@ -138,7 +138,7 @@ def test_variables_are_taken_back():
 def test_unchanged_program_gives_the_same(running, saved, tmp_path, warm_python):
     script, source = Path(example_training.__file__), saved("stable-diffusion")
     given = ["--pretrained_model_name_or_path", str(source), "--output_dir"]
-    names = ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "SHMLOAD_SERVICE", "XDG_CACHE_HOME")
+    names = ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "SHMLOAD_REMEMBER", "XDG_CACHE_HOME")
     environment = {name: running.environment[name] for name in ("PATH", "HOME", "XDG_RUNTIME_DIR")}
     environment |= {name: os.environ[name] for name in names}
     # No template of this name: the program is run in the ordinary way.

@@ -122,7 +122,7 @@ def test_unit_is_valid(folder, tmp_path):
 @pytest.mark.libraries
 def test_servers_answer_and_follow_an_edit(script, folder, evicts):
     (folder / "run").mkdir(mode=0o700)
-    variables = script.environment(_SERVERS, folder) | {"SHMLOAD_SERVICE": "off"}
+    variables = script.environment(_SERVERS, folder)
     try:
         for name, (_, command) in script._ROWS.items():
             measure = script.time_edit if "edit" in name else script.time_start

@@ -1,9 +1,9 @@
-"""Containers of one node share segments and the service without seeing each other's processes."""
+"""Containers of one node share segments and a budget, and see no process of each other."""
 
 import subprocess
 
 import pytest
-from serving import SERVE, status
+from serving import SERVE
 from warming import NBYTES
 
 import shmload
@@ -14,11 +14,15 @@ _APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc
 _CLIENT = """
 import os, sys
 import shmload
-from shmload._service.endpoint import connect, service_pid, socket_path
-report = shmload.warm(sys.argv[1], torch_dtype="bfloat16")
+from shmload._service.notice import end_service, require_service
+budget = require_service().budget_nbytes
+try:
+    end_service()
+except shmload.ServiceError as exc:
+    assert "in another container" in str(exc)
+report = shmload.warm(sys.argv[1], dtype="bfloat16")
 state = shmload.load_state_dict(sys.argv[1], "bfloat16")
-with connect(socket_path(), 10) as service:
-    print("READ", report.read_nbytes, os.getpid(), service_pid(service, socket_path()), flush=True)
+print("READ", report.read_nbytes, os.getpid(), budget, flush=True)
 sys.stdin.readline()
 """
 
@@ -36,17 +40,11 @@ def container(new_child):
 
 
 @pytest.mark.slow
-def test_containers_share_what_one_service_decodes(container, configure, tmp_path, checkpoint):
-    socket = tmp_path / "run" / "service.sock"
-    configure(service="require", socket=socket, inline_nbytes=0, workers=1)
+def test_containers_share_one_copy_within_the_budget_of_one_service(container, checkpoint, evicts):
     container(SERVE, "--budget", "1MiB").expect("READY=1")
-    read = []
-    for _ in range(2):
-        nbytes, pid, pid_of_service = container(_CLIENT, checkpoint).expect("READ").split()
-        read.append(int(nbytes))
-        assert (pid, pid_of_service) == ("1", "None")
-    assert read == [NBYTES, 0]
-    (lease,) = status().leases
-    assert lease.pids == ()
+    clients = [container(_CLIENT, checkpoint) for _ in range(2)]
+    seen = [client.expect("READ").split() for client in clients]
+    assert sorted(int(nbytes) for nbytes, _, _ in seen) == [0, NBYTES]
+    assert {tuple(rest) for _, *rest in seen} == {("1", str(1 << 20))}
     with pytest.raises(shmload.SegmentBusy, match="by process"):
         shmload.evict(checkpoint)  # this process sees all holders

@@ -1,6 +1,5 @@
 """`shmload serve` refuses bad arguments before it starts anything."""
 
-import os
 from pathlib import Path
 
 import click.testing
@@ -10,17 +9,17 @@ from shmload._cli import serve
 from shmload._cli.main import main
 from shmload._cli.serve import _parse_address
 from shmload._cli.source_list import ListedSource, read_list
+from shmload._service.notice import service_status
 
 
 @pytest.fixture
-def refusal(configure, tmp_path):
+def refusal():
     """Run `shmload serve` with arguments that cannot work; return its error message."""
-    configure(socket=tmp_path / "run" / "service.sock")
 
     def run(*arguments):
         done = click.testing.CliRunner().invoke(main, ["serve", *map(str, arguments)])
         assert done.exit_code == 2, done.output
-        assert not (tmp_path / "run").exists()
+        assert service_status() is None
         return done.output
 
     return run
@@ -51,16 +50,6 @@ def test_address_that_is_none_is_wrong_usage(refusal, address):
 )
 def test_address_is_host_and_port(text, address):
     assert _parse_address(text) == address
-
-
-def test_preload_children_find_the_socket_of_systemd(monkeypatch, configure, tmp_path, caplog):
-    configure(socket=tmp_path / "service.sock")
-    monkeypatch.setenv("SHMLOAD_SOCKET", str(tmp_path / "service.sock"))
-    serve._lead_to(tmp_path / "service.sock")
-    assert not caplog.records
-    serve._lead_to(tmp_path / "other.sock")
-    assert os.environ["SHMLOAD_SOCKET"] == str(tmp_path / "other.sock")
-    assert f"set SHMLOAD_SOCKET={tmp_path / 'other.sock'}" in caplog.text
 
 
 # The list to preload ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import resource
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -11,39 +10,12 @@ from shmload._doctor.speed import CopySpeed, ReadSpeed
 from shmload._host.procfs import FileSystem
 from shmload._host.reading import Facts, Reading
 from shmload._segments.eviction import Budget
-from shmload._service.protocol import Status
-from shmload.errors import PeerRefused, ProtocolError, ServiceUnavailable
 
 GIB = 1 << 30
 TMPFS = FileSystem("tmpfs", ("rw", "size=24684096k", "huge=within_size"))
 SMALL_PAGES = FileSystem("tmpfs", ("rw", "size=24684096k"))
 NFS = FileSystem("nfs4", ("rw", "vers=4.2"))
 EXT4 = FileSystem("ext4", ("rw",))
-SOCKET = Path("/run/user/1000/shm load/service.sock")
-STATUS = Status(
-    pid=42,
-    uptime_s=1.0,
-    budget_nbytes=1,
-    resident_nbytes=0,
-    segments=0,
-    pinned=0,
-    waiting_for_room=0,
-    reserved_nbytes=0,
-    clients=1,
-    hits=0,
-    misses=0,
-    evictions=0,
-    refusals=0,
-    leases=(),
-    models=(),
-    room_nbytes=0,
-)
-
-
-def unavailable(cause=None):
-    error = ServiceUnavailable(SOCKET, "a reason")
-    error.__cause__ = cause
-    return error
 
 
 def read(gb_per_s, *, cached=False, nbytes=256 << 20):
@@ -122,52 +94,6 @@ CASES = {
     "unknown-kernel": (checks.kernel("odd", True), "ok", "odd", ""),
     "old-kernel": (checks.kernel("4.18.0-553.el8", True), "bad", "5.4 or later", "reboot"),
     "sandbox": (checks.kernel("5.15.0", False), "bad", "pidfd_open", "libseccomp2"),
-    "no-service": (checks.service(SOCKET, "auto", None, 0), "ok", "none runs", ""),
-    "wanted": (checks.service(SOCKET, "require", None, 0), "bad", "none runs", "shmload serve"),
-    "service": (checks.service(SOCKET, "auto", STATUS, 0.01), "ok", "process 42, protocol", ""),
-    "slow-service": (checks.service(SOCKET, "auto", STATUS, 3), "warn", "in 3.000 s", "top"),
-    "silent": (
-        checks.service(SOCKET, "auto", unavailable(), 9, 42),
-        "bad",
-        "a reason",
-        "kill -9 42; shmload serve",
-    ),
-    "silent-elsewhere": (
-        checks.service(SOCKET, "auto", unavailable(), 9),
-        "bad",
-        "a reason",
-        "shmload serve",
-    ),
-    "stale": (
-        checks.service(SOCKET, "auto", unavailable(ConnectionRefusedError()), 0),
-        "warn",
-        "is left from a dead one",
-        "shmload serve",
-    ),
-    "stale-and-wanted": (
-        checks.service(SOCKET, "require", unavailable(ConnectionRefusedError()), 0),
-        "bad",
-        "is left from a dead one",
-        "shmload serve",
-    ),
-    "not-ours": (
-        checks.service(SOCKET, "auto", unavailable(PermissionError()), 0),
-        "bad",
-        "a reason",
-        "SHMLOAD_SOCKET",
-    ),
-    "refused": (
-        checks.service(SOCKET, "auto", PeerRefused("another user's"), 0),
-        "bad",
-        "another user's",
-        "SHMLOAD_SOCKET",
-    ),
-    "other-version": (
-        checks.service(SOCKET, "auto", ProtocolError("speaks version 9"), 0),
-        "bad",
-        "version 9",
-        "shmload serve",
-    ),
     "local": (
         checks.source("m", [GIB, GIB], [EXT4]),
         "ok",

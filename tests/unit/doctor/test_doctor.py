@@ -1,14 +1,13 @@
 """The doctor finds what is wrong on a machine, and changes nothing."""
 
+import contextlib
 import os
 import secrets
-import socket
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from statuses import STATUS
 
 from shmload import evict, pin, warm
 from shmload._doctor import doctor
@@ -18,6 +17,7 @@ from shmload._host.descriptors import try_lock
 from shmload._host.shm import SHM_DIR, shm_open
 from shmload._segments.names import name_prefix, part_name
 from shmload._segments.upkeep import collect_garbage, find_garbage
+from shmload._service.keeper import Keeper
 from shmload._version import TESTED
 from shmload.errors import ArgumentError, UnknownDtype
 
@@ -64,9 +64,8 @@ def no_copies(monkeypatch):
 
 
 @pytest.fixture
-def examine(no_copies, configure, tmp_path):
-    """Diagnose without a service; return the findings by name."""
-    configure(socket=tmp_path / "service.sock")
+def examine(no_copies):
+    """Diagnose; return the findings by name."""
     return lambda *source: {finding.name: finding for finding in diagnose(*source)}
 
 
@@ -85,7 +84,6 @@ def test_everything_is_examined_and_has_its_say(examine):
         "page locks",
         "open files",
         "kernel",
-        "service",
         "libraries",
         "devices",
     ]
@@ -128,12 +126,11 @@ def test_budget_is_judged_by_the_source(examine, configure, tmp_path):
         examine()
 
 
-def test_budget_is_that_of_the_service(examine, configure, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_ask_service", lambda path: (STATUS, 0.0))
-    configure(service="auto", budget="3GiB")
-    assert "40.00 GiB, the service's budget" in examine()["budget"].detail
-    configure(service="off")
+def test_budget_is_that_of_the_service(examine, configure):
+    configure(budget="3GiB")
     assert "3.00 GiB, SHMLOAD_BUDGET" in examine()["budget"].detail
+    with contextlib.closing(Keeper(40 << 30)):
+        assert "40.00 GiB, the service's budget" in examine()["budget"].detail
 
 
 def test_idle_models_are_room_unless_pinned_or_the_source_itself(examine, monkeypatch, tmp_path):
@@ -187,23 +184,6 @@ def test_source_that_cannot_be_had_is_a_finding(examine, tmp_path, name):
     assert "devices" in found
 
 
-def test_socket_without_a_listener_is_stale(examine, tmp_path):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "service.sock"))
-    assert "is left from a dead one" in examine()["service"].detail
-    assert (tmp_path / "service.sock").exists()
-
-
-def test_service_that_says_nothing_is_bad_within_a_deadline(examine, configure, tmp_path):
-    configure(service_timeout_s=0.2)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "service.sock"))
-        listener.listen()
-        found = examine()["service"]
-    assert (found.state, "does not answer" in found.detail) == ("bad", True)
-    assert found.remedy == f"kill -9 {os.getpid()}; shmload serve &"
-
-
 def test_variable_of_redirect_is_known(examine, monkeypatch):
     monkeypatch.setenv("SHMLOAD_REDIRECT", "1")
     assert examine()["settings"].state == "ok"
@@ -218,35 +198,17 @@ def test_variable_that_is_no_setting_is_named(examine, monkeypatch):
 
 
 def test_relative_path_is_told(examine, monkeypatch):
-    monkeypatch.setenv("SHMLOAD_SOCKET", "run/service.sock")
-    monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/cache")
+    monkeypatch.setenv("SHMLOAD_CACHE_DIR", "run/cache")
     found = examine()["settings"]
     assert found.state == "warn"
-    assert found.detail.startswith("SHMLOAD_SOCKET is a relative path")
-    assert found.remedy == "unset SHMLOAD_SOCKET"
+    assert found.detail.startswith("SHMLOAD_CACHE_DIR is a relative path")
+    assert found.remedy == "unset SHMLOAD_CACHE_DIR"
 
 
 def test_settings_that_have_a_value_are_shown(examine, monkeypatch):
     monkeypatch.setenv("SHMLOAD_HEADROOM", "0.2")
     found = examine()["settings"]
     assert (found.state, "SHMLOAD_HEADROOM=0.2" in found.detail) == ("ok", True)
-
-
-def test_socket_whose_directory_others_may_enter_can_have_no_service(examine, tmp_path):
-    tmp_path.chmod(0o755)
-    found = examine()["service"]
-    assert found.state == "warn"
-    assert found.detail == f"none runs, and none can: {tmp_path} lets others in"
-    assert "SHMLOAD_SOCKET" in found.remedy
-
-
-def test_service_of_another_user_is_bad(examine, monkeypatch, tmp_path):
-    monkeypatch.setattr("shmload._service.endpoint.peer_of", lambda _: (7, os.geteuid() + 1))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "service.sock"))
-        listener.listen()
-        found = examine()["service"]
-    assert (found.state, "SHMLOAD_SOCKET" in found.remedy) == ("bad", True)
 
 
 def test_machine_without_shared_memory_is_bad(examine, monkeypatch, tmp_path):

@@ -13,7 +13,6 @@ from shmload._host.own_folder import (
     private_path,
     runtime_folder,
 )
-from shmload._service.endpoint import default_path
 from shmload._templates import place
 
 _OTHER = 65534
@@ -66,8 +65,6 @@ _FOREIGN = {
 def test_runtime_directory_that_another_user_could_exchange_is_left(runtime, elsewhere, how):
     _FOREIGN[how](runtime)
     assert runtime_folder() == elsewhere
-    # Each directory that decides who is talked to, and whose code runs.
-    assert str(default_path()) == f"{elsewhere}/service.sock"
     assert place.folder() == f"{elsewhere}/templates"
     assert oct(os.stat(elsewhere).st_mode & 0o777) == "0o700"
     assert not (runtime / "shmload").exists()

@@ -7,17 +7,14 @@ import typing
 import msgspec
 import pytest
 
-from shmload._service import protocol
 from shmload.workers import messages
 
 # The version and a digest of what it says. A changed message changes the digest: then increase
 # VERSION, and write both here.
 _KNOWN = {
-    "service": (8, "4f9fe91b22817c23"),
     "workers": (6, "e8f68529ad50c628"),
 }
 _WIRES = {
-    "service": (protocol.VERSION, protocol.Request | protocol.Answer),
     "workers": (messages.VERSION, messages.ToWorker | messages.FromWorker),
 }
 
