@@ -1,12 +1,15 @@
 """What the header of a file of weights says, and what shmload must know of the file's format."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shmload._checkpoints.dtypes import BLOCKS, NBITS
 from shmload.errors import ShardUnreadable, ShmloadError
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
@@ -14,6 +17,9 @@ MAX_HEADER_NBYTES = 100_000_000
 """Size of the largest header that is read, in bytes, in any format."""
 HEAD_NBYTES = 512
 """How much of a file's front `Format.recognises` gets, in bytes."""
+# Of torch.
+_MAX_RANK = 64
+_MAX_COUNT = 1 << 59
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -21,7 +27,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     dtype: str
-    """Safetensors name, such as `BF16`."""
+    """Safetensors name, such as `BF16`, or ggml's of a kind in `BLOCKS`."""
     shape: tuple[int, ...]
     begin: int
     """Offset of the first byte from `Header.data_offset`, in bytes."""
@@ -32,6 +38,30 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.end - self.begin
+
+
+def wrong_in(tensor: TensorSpec) -> str:
+    """Return why a tensor cannot be as it is described, wherever it lies; empty if it can."""
+    name, shape = f"tensor {tensor.name!r}", tensor.shape
+    if len(shape) > _MAX_RANK:
+        return f"{name} has {len(shape)} dimensions"
+    if tensor.name == "__metadata__":  # in a segment's header that means something else
+        return "it has a tensor named __metadata__"
+    if tensor.dtype in BLOCKS:
+        elements, nbytes = BLOCKS[tensor.dtype]
+        if not shape or shape[-1] % elements:
+            return f"{name} of shape {shape} is not one of whole {tensor.dtype} blocks"
+        nbits = 8 * nbytes * math.prod(shape) // elements
+    elif tensor.dtype in NBITS:
+        nbits = NBITS[tensor.dtype] * math.prod(shape)
+    else:
+        return f"{name} has the unknown dtype {tensor.dtype!r}"
+    if nbits != 8 * tensor.nbytes:
+        return f"{name} of shape {shape} does not have {tensor.nbytes} bytes"
+    # Without elements, too: torch computes the strides.
+    if math.prod(filter(None, shape)) > _MAX_COUNT:
+        return f"{name} has the shape {shape}"
+    return ""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
@@ -99,6 +129,8 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
     Such a file is left to them, where a whole model is loaded.
     """
+    ask_for: Callable[[Collection[Path]], None] | None = None
+    """Has a library describe some files at once, before `read_header` is called for each."""
     blocks: Blocks | None = None
     """Of a format whose tensors may be quantised in blocks."""
     header_end: Callable[[bytes], int] | None = None

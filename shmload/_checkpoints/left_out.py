@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from shmload._checkpoints.formats.foreign import name_of_kind
 from shmload._checkpoints.formats.known import format_named, is_of_model, variant_of
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.weights import (
@@ -28,7 +27,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Its component; empty where there is no pipeline."""
     path: Path
     kind: str
-    """What it is, such as `PyTorch pickle`; `variant fp16` if that variant was not asked for."""
+    """What it is, such as `PyTorch file`; `variant fp16` if that variant was not asked for."""
     nbytes: int
     """Its size, in bytes."""
     why: str = ""
@@ -59,7 +58,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
                 LeftOut(
                     component=component,
                     path=path,
-                    kind=f"variant {variant_of(path.name)}" if is_variant else name_of_kind(path),
+                    kind=f"variant {variant_of(path.name)}" if is_variant else _kind_of(path.name),
                     nbytes=os.stat(path).st_size,
                     why=cause.why if isinstance(cause, PickleUnread) else "",
                 )
@@ -148,6 +147,11 @@ def _needs_a_name(path: Path) -> bool:
 def _is_variant(path: Path, asked: str | None) -> bool:
     """Tell whether a file is left out because it is of another variant than was asked for."""
     return variant_of(path.name) not in (None, asked)
+
+
+def _kind_of(name: str) -> str:
+    named = format_named(name)
+    return f"{named.name if named else os.path.splitext(name)[1]} file"
 
 
 def plain_weights_left(folder: Path) -> list[Path]:

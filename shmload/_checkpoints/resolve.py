@@ -31,9 +31,11 @@ from shmload._checkpoints.indexes import (
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Checkpoint, Source
 from shmload._checkpoints.wanted import Wanted, not_found
 from shmload._checkpoints.weights import (
+    ask_for,
     find_adapters,
     find_shards,
     has_variant,
+    is_left,
     weights_in,
 )
 from shmload._wording import nearest
@@ -176,7 +178,7 @@ def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None =
     shards: tuple[Path, ...] = ()
     if names and is_there:
         shards = find_shards(folder, names, library, variant, formats_asked(use_safetensors))
-        if use_safetensors is False and _has_rivals(shards):
+        if is_left(shards) or (use_safetensors is False and _has_rivals(shards)):
             shards = ()
     found = Checkpoint(
         folder=folder, library=library, class_name=class_name, config=config, shards=shards
@@ -226,6 +228,8 @@ def _resolve_pipeline(
     found = [
         _checkpoint(root / name, wanted.variant, formats, name, *listed[name]) for name in sought
     ]
+    ask_for([shard for each in found if each for shard in each.shards])
+    found = [None if each and is_left(each.shards) else each for each in found]
     pipeline_class = index.get("_class_name")
     return Source(
         given=wanted.source,
@@ -276,7 +280,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 def _resolve_component(wanted: Wanted, root: Path, formats: Sequence[Format]) -> Source:
     library, class_name, _ = _describe(root)
     checkpoint = _checkpoint(root, wanted.variant, formats, "", library, class_name)
-    if checkpoint:
+    if checkpoint and not is_left(checkpoint.shards):
         return Source(given=wanted.source, root=root, checkpoints=(checkpoint,))
     names = os.listdir(root)
     adapters, others = find_adapters(root, names)

@@ -69,11 +69,10 @@ def find_shards(
         formats: those that may be loaded, the preferred ones first.
 
     Returns:
-        Nothing where no format has weights in the folder, or has some that only the library reads.
+        Nothing where no format has weights in the folder. `is_left` tells whether they are read.
 
     Raises:
         IndexMalformed, ShardMissing: as `indexed_shards`.
-        ShardTruncated: a file of a format that `may_be_unread` has no end.
     """
     found = chosen_name(names, library, _applicable_variant(names, variant), formats)
     if found is None:
@@ -83,13 +82,29 @@ def find_shards(
         if library == "transformers" and _names_others(folder / found):
             return ()
         shards = indexed_shards(folder / found)
-    for shard in shards:
-        cause = why_file_is_unread(shard)
+    return shards
+
+
+def ask_for(shards: Iterable[Path]) -> None:
+    """Have libraries describe all of some files that they may have to, in one process each."""
+    for each in known.FORMATS:
+        asked = [shard for shard in shards if each.ask_for and shard.name.endswith(each.suffixes)]
+        if each.ask_for and asked:
+            each.ask_for(asked)
+
+
+def is_left(shards: Collection[Path]) -> bool:
+    """Tell whether a model is left to its library, because of a file that only that reads.
+
+    Raises:
+        ShardTruncated: a file of a format that `may_be_unread` has no end.
+    """
+    ask_for(shards)
+    causes = [why_file_is_unread(shard) for shard in shards]
+    for cause in causes:
         if isinstance(cause, ShardTruncated):  # no library loads it, and says less
             raise cause
-        if cause:
-            return ()
-    return shards
+    return any(causes)
 
 
 def _names_others(index_path: Path) -> bool:

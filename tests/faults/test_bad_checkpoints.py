@@ -52,8 +52,6 @@ LIES = {
 # What is there instead of safetensors, and a part of the remedy.
 OTHERS = {
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-    "gguf": (b"FUGG\0\0\0\x03" + bytes(99), "little-endian"),
-    "pickle": (b"\x80\x02}q\0" + bytes(99), "save_pretrained"),
     "page": (b"<!doctype html>" + bytes(99), "hf auth login"),
 }
 

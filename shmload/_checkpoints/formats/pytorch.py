@@ -1,160 +1,194 @@
-"""Reads the headers of PyTorch's files: a zip archive of one pickle and the storages' bytes.
+"""PyTorch's files: a zip archive of one pickle and the storages' bytes.
 
-Guarantee: nothing of the file is called in this process, and no tensor's bytes are read in it. What
-another reader than torch's own might take for something else is left to the libraries, and so are
-the older form without an archive, other classes than tensors, and transposed tensors.
+torch itself says where the tensors lie (`described`); workers then read their bytes from the file.
+
+Guarantee: nothing of the file is unpickled in this process. What has other things than plain
+tensors with names, or tensors whose elements do not lie next to each other, is left to the
+libraries, and so is the older form without an archive.
 """
 
-import dataclasses
-import functools
+import contextlib
 import os
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from shmload._checkpoints.formats.foreign import PICKLE, refuse
-from shmload._checkpoints.formats.tensor_pickle import (
-    NoTensors,
-    StoredTensor,
-    UnknownPickle,
-    find_tensors,
-    read_pickle,
-    shorten,
-)
-from shmload._checkpoints.formats.zip_archive import (
-    BadArchive,
-    CutShort,
-    Member,
-    read_members,
-)
-from shmload._checkpoints.header import Format, Header, TensorSpec, reading
-from shmload._host.fingerprint import Fingerprint
-from shmload._wording import format_nbytes
-from shmload.errors import PickleUnread, ShardMalformed, ShardTruncated, WrongFormat
+from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
+from shmload._checkpoints.formats.describer import Unread
+from shmload._checkpoints.formats.foreign import refusal
+from shmload._checkpoints.header import Format, Header, TensorSpec, read_head, reading
+from shmload._host.descriptors import Descriptor
+from shmload._host.files import open_source
+from shmload.errors import PickleUnread, ShardMalformed, ShardTruncated
 
-# 100,000 tensors have 20 MB. A pickle of nothing but empty lists takes 80 times its size.
-_MAX_PICKLE_NBYTES = 64 << 20
-# Four names for one embedding give T5-small 1.8 times its bytes.
-_MOST_TIMES = 4
-_ALWAYS_NBYTES = 64 << 20
+_ARCHIVE, _ARCHIVE_END = b"PK\3\4", b"PK\5\6"
+# The last record of an archive, and the longest comment behind it.
+_END_NBYTES = 22 + (1 << 16)
 _PICKLE = "/data.pkl"
-_BYTE_ORDER = "/byteorder"
-_VERSIONS = ("/.data/version", "/version")
-_IDENTITY = "/.data/serialization_id"
-_NUMBERS = ("/.format_version", "/.storage_alignment")
 # Of a zip archive's first local header.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
-_OF_ONE_MODEL = ".bin"
-# diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
-_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"}
+_ASKED = ("pytorch", "torch")
 
 
 def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of an open file.
+    """Read the header of an open file.
 
     Args:
         fd: an open descriptor; its position is not moved.
-        path: what errors call the file.
+        path: what errors call it.
 
     Raises:
-        PickleUnread: it has something that is left to the libraries, tensors that share far more
-            bytes than it has, or is damaged.
+        PickleUnread: it is left to the libraries, or is damaged.
         ShardMalformed: it is no file of PyTorch.
         ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
     """
     with reading(path):
-        found = Fingerprint.of(os.fstat(fd))
-        may_be_nested = not os.fspath(path).endswith(_OF_ONE_MODEL)
+        nbytes = os.fstat(fd).st_size
+        head = read_head(fd, path)
+        if head.startswith(b"\x80"):
+            raise PickleUnread(path, nbytes, "it has the form of torch before 1.6")
+        if not head.startswith(_ARCHIVE):
+            reason = "it does not begin with a zip archive"
+            raise refusal(head, path, nbytes) or ShardMalformed(path, reason, "PyTorch")
+        if _ARCHIVE_END not in os.pread(fd, _END_NBYTES, max(0, nbytes - _END_NBYTES)):
+            raise ShardTruncated(path, None, nbytes)
         try:
-            header = _read_kept(_File(fd, found, may_be_nested))
-        except CutShort:
-            raise ShardTruncated(path, None, found.nbytes) from None
-        except (BadArchive, UnknownPickle) as exc:
-            error = refuse(fd, path, ShardMalformed(path, str(exc), "PyTorch"))
-            if isinstance(error, WrongFormat) and error.kind == PICKLE:
-                error = PickleUnread(path, found.nbytes, str(exc))
-            raise error from None
-        return _require_in_proportion(header, path, found.nbytes)
+            return read_described(fd, *_ASKED)
+        except NotDescribed as exc:
+            raise PickleUnread(path, nbytes, str(exc)) from None
 
 
-def _require_in_proportion(header: Header, path: str | os.PathLike[str], nbytes: int) -> Header:
-    """Leave a file to the libraries whose tensors have far more bytes apart than the file has.
+def ask_for(paths: Collection[Path]) -> None:
+    """Have torch describe some files in one process, so that `read_header` knows them.
 
-    In a segment, as in safetensors, each tensor has bytes of its own. In this format some may share
-    bytes, as tied weights do, and a few bytes may stand for a tensor of any size.
-    """
-    if header.data_nbytes > max(_MOST_TIMES * nbytes, _ALWAYS_NBYTES):
-        apart = format_nbytes(header.data_nbytes)
-        raise PickleUnread(path, nbytes, f"its tensors share bytes, and take {apart} apart")
-    return header
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """An open file; equal to another if it has the same content."""
-
-    fd: int = dataclasses.field(compare=False)
-    found: Fingerprint
-    may_be_nested: bool
-
-
-# A load asks three times: which files it reads, what it does with them, how it lays them out.
-@functools.lru_cache(maxsize=16)
-def _read_kept(file: _File) -> Header:
-    members = read_members(file.fd, file.found.nbytes)
-    folder = next(iter(members), "").partition("/")[0]
-    pickled = members.get(folder + _PICKLE)
-    if pickled is None or pickled.nbytes > _MAX_PICKLE_NBYTES:
-        raise NoTensors("it has no data.pkl that describes tensors")
-    order = members.get(folder + _BYTE_ORDER)
-    if order and os.pread(file.fd, min(order.nbytes, 16), order.begin) != b"little":
-        raise UnknownPickle("its numbers are big-endian")
-    pickle = read_pickle(os.pread(file.fd, pickled.nbytes, pickled.begin))
-    found = find_tensors(pickle, StoredTensor, may_be_nested=file.may_be_nested)
-    tensors = tuple(_place(name, tensor, folder, members) for name, tensor in found.items())
-    _require_records(file.fd, folder, members)
-    return Header(tensors=tensors, metadata=None, data_offset=0)
-
-
-def _require_records(fd: int, folder: str, members: dict[str, Member]) -> None:
-    """Refuse an archive that torch refuses, for what it has beside pickle and storages.
+    Args:
+        paths: of the files. Others than archives are left out.
 
     Raises:
-        NoTensors: it has no version, other bytes in the place of a number or text, or members in
-            several folders.
+        ShardUnreadable: one cannot be opened or read.
     """
-    if not any(folder + each in members for each in _VERSIONS):
-        raise NoTensors("it has no version")
-    for each in (*_VERSIONS, *_NUMBERS):
-        member = members.get(folder + each)
-        if member and not os.pread(fd, min(member.nbytes, 16), member.begin).strip().isdigit():
-            raise NoTensors(f"its {each!r} is no number")
-    identity = members.get(folder + _IDENTITY)
-    if identity and not os.pread(fd, min(identity.nbytes, 4096), identity.begin).isascii():
-        raise NoTensors(f"its {_IDENTITY!r} is no text")
-    if not all(name.startswith(f"{folder}/") for name in members):
-        raise NoTensors("its members are in several folders")
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for path in paths:
+            fd = opened.enter_context(Descriptor(open_source(path))).fd
+            if recognises(read_head(fd, path)):
+                fds.append(fd)
+        if fds:
+            describe_all(fds, *_ASKED)
 
 
-def _place(name: str, tensor: StoredTensor, folder: str, members: dict[str, Member]) -> TensorSpec:
-    member = members.get(f"{folder}/data/{tensor.storage.key}")
-    if member is None or member.nbytes != tensor.storage.nbytes:
-        raise NoTensors(f"the storage of {shorten(name)} is missing, or has another size")
-    return tensor.placed(name, member.begin)
-
-
-def _recognises(head: bytes) -> bool:
+def recognises(head: bytes) -> bool:
+    """Tell whether a file's first bytes are those of an archive that torch has written."""
     name_nbytes = int.from_bytes(head[_NAME_NBYTES], "little")
     first = head[_NAME_BEGIN : _NAME_BEGIN + name_nbytes]
-    return head.startswith(b"PK\3\4") and first.endswith(_PICKLE.encode())
+    return head.startswith(_ARCHIVE) and first.endswith(_PICKLE.encode())
 
 
 PYTORCH = Format(
     name="PyTorch",
-    suffixes=(_OF_ONE_MODEL, ".pt", ".pth", ".ckpt"),
-    base_names=_BASE_NAMES,
+    suffixes=(".bin", ".pt", ".pth", ".ckpt"),
+    # diffusers.utils.WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME
+    base_names={"diffusers": "diffusion_pytorch_model", "transformers": "pytorch_model"},
     use_safetensors=False,
     can_be_linked=False,
     may_be_unread=True,
-    recognises=_recognises,
+    ask_for=ask_for,
+    recognises=recognises,
     read_header=read_header,
 )
+
+
+# In the process that describes --------------------------------------------------------------------
+
+# A whole pipeline in one file has its tensors under this key; diffusers looks there, too.
+_NESTED = "state_dict"
+# A file may have a dict in itself.
+_MAX_DEPTH = 4
+# An IP-Adapter has two state dicts. Its loader in diffusers joins these names and those of the
+# tensors with a dot, if the file is in safetensors.
+_IP_ADAPTER = {"image_proj", "ip_adapter"}
+
+
+def import_library() -> None:
+    """Import torch."""
+    import torch  # noqa: F401
+
+
+def describe(path: str) -> Iterator[TensorSpec]:
+    """Yield the tensors of a file; `shmload._checkpoints.formats.describer` calls this.
+
+    Raises:
+        Unread: it is left to the libraries.
+        Exception: any error of torch.
+    """
+    import torch
+
+    places = _places(path)
+    dtypes = {getattr(torch, name, None): dtype for dtype, name in TORCH_NAMES.items()}
+    try:
+        found = torch.load(path, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        named = re.search(r"(?i)global (\S{1,200})", str(exc))
+        raise Unread(f"torch does not unpickle {named[1] if named else 'it'}") from exc
+    for name, tensor in _named(found).items():
+        if not isinstance(name, str):
+            raise Unread(f"its {name!r:.200} is no text")
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise Unread(f"its {name!r:.200} is no tensor")
+        is_plain = tensor.layout is torch.strided and tensor.dtype in dtypes
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or vars(tensor):
+            raise Unread(f"its {name!r:.200} is no plain tensor")
+        if not tensor.is_contiguous():
+            raise Unread(f"the elements of its {name!r:.200} do not lie next to each other")
+        begin = 0
+        if tensor.nbytes:
+            storage = tensor.untyped_storage()
+            begin = getattr(storage, "_checkpoint_offset", -1)
+            if places.get(begin) != storage.nbytes():
+                raise Unread(f"torch {torch.__version__} does not say where its {name!r:.200} lies")
+            begin += tensor.storage_offset() * tensor.element_size()
+        shape = tuple(tensor.shape)
+        yield TensorSpec(name, dtypes[tensor.dtype], shape, begin, begin + tensor.nbytes)
+
+
+def _places(path: str) -> dict[int, int]:
+    """Return the size of each stored member of an archive by the place of its bytes.
+
+    torch may compute a place from what its own writer does, and another program has written it.
+
+    Raises:
+        Unread: its members are compressed, or its numbers are big-endian.
+    """
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        found = {}
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise Unread(f"its {member.filename!r:.200} is compressed")
+            is_order = member.filename.endswith("/byteorder")
+            if is_order and archive.read(member) != b"little":
+                raise Unread("its numbers are big-endian")
+            file.seek(member.header_offset + _NAME_NBYTES.start)
+            lengths = struct.unpack("<2H", file.read(4))
+            found[member.header_offset + _NAME_BEGIN + sum(lengths)] = member.file_size
+    return found
+
+
+def _named(found: Any) -> Mapping[Any, Any]:
+    """Return the tensors of a state dict by the names that they have in safetensors."""
+    for _ in range(_MAX_DEPTH):
+        if isinstance(found, dict) and isinstance(found.get(_NESTED), dict):
+            found = found[_NESTED]
+    if not isinstance(found, dict):
+        raise Unread("it holds no dict of tensors")
+    if found.keys() != _IP_ADAPTER:
+        return found
+    return {
+        f"{prefix}.{name}": each for prefix, part in found.items() for name, each in part.items()
+    }

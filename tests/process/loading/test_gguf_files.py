@@ -1,13 +1,14 @@
 """Weights in GGUF files: their blocks as they are, or as floats; every command knows them."""
 
 import re
-import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 from gguf_files import KINDS, content, dequantised, random_blocks, save_blocks
 
 import shmload
+from shmload._checkpoints.formats import described
 
 _KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 _SHAPE = (6, 512)
@@ -129,21 +130,24 @@ def test_kind_that_nothing_dequantises(tmp_path, evicts):
     assert shmload.load_state_dict(path)["a.weight"].shape == (1, 292)
 
 
-def test_without_the_package_blocks_are_read_and_floats_name_it(path, monkeypatch, evicts):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(shmload.LibraryMissing, match="pip install gguf"):
-        shmload.load_state_dict(path, "bfloat16")
+def test_without_the_package_it_is_named(path, monkeypatch, evicts):
+    def lack(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(described, "version", lack)
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(shmload.LibraryMissing, match=r"pip install shmload\[gguf\]"):
+            shmload.load_state_dict(path, dtype)
     assert shmload.segments() == []
-    shmload.load_state_dict(path)
 
 
 def test_damaged_file(tmp_path, evicts):
     path = tmp_path / "model.gguf"
     whole = content({"a": ("Q4_0", (2, 64), bytes(72))})
     path.write_bytes(whole[:-60])
-    with pytest.raises(shmload.ShardTruncated, match=r"model\.gguf is truncated"):
+    with pytest.raises(shmload.ShardMalformed, match=r"model\.gguf is not a valid GGUF file"):
         shmload.load_state_dict(path)
     path.write_bytes(whole.replace(b"GGUF\x03", b"GGUF\x09"))
-    with pytest.raises(shmload.ShardMalformed, match="valid GGUF file: its version is 9"):
+    with pytest.raises(shmload.ShardMalformed, match=r"valid GGUF file: .*version 9"):
         shmload.load_state_dict(path)
     assert shmload.segments() == []

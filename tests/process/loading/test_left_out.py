@@ -43,21 +43,21 @@ def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, command, capl
     caplog.set_level(logging.INFO, "shmload")
     (left,) = shmload.warm(pipeline).left_out
     assert f"left to the library: {left}" in caplog.text
-    assert (left.component, left.path, left.kind) == ("unet", path, "PyTorch pickle")
+    assert (left.component, left.path, left.kind) == ("unet", path, "PyTorch file")
     assert left.nbytes == path.stat().st_size
     assert shmload.plan(pipeline).left_out == (left,)
     assert shmload.plan(pipeline, components=["vae"]).left_out == ()
     code, printed, _ = command("warm", pipeline)
     assert code == 0
-    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch pickle, " in printed
+    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch file, " in printed
     code, printed, _ = command("plan", pipeline)
-    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch pickle, " in printed
+    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch file, " in printed
 
 
 def test_view_warns_of_what_it_only_links(pipeline, caplog):
     with shmload.view(pipeline) as path:
         assert (path / "unet" / "diffusion_pytorch_model.bin").exists()
-    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch pickle" in caplog.text
+    assert "left to the library: unet/diffusion_pytorch_model.bin (PyTorch file" in caplog.text
 
 
 # Variants -----------------------------------------------------------------------------------------

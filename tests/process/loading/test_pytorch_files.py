@@ -112,7 +112,7 @@ def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, evic
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
-@pytest.mark.parametrize("beside", ["", "unread", "index"])
+@pytest.mark.parametrize("beside", ["", "index"])
 def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, evicts):
     source = rewrite(copied("stable-diffusion"))
     (path,) = (source / "vae").glob("*.bin")
@@ -122,8 +122,6 @@ def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, ev
         index = {"metadata": {}, "weight_map": dict.fromkeys(other, "other.safetensors")}
         path.with_suffix(".safetensors").rename(path.with_name("other.safetensors"))
         path.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
-    elif beside:
-        path.write_bytes(path.read_bytes() + b"behind the archive")
     given = {"use_safetensors": False}
     wanted = reference(source, torch.bfloat16, **given)
     for _ in range(2):
@@ -204,7 +202,7 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
     path = tmp_path / "model.bin"
     torch.save({"a": torch.ones(2), "b": _Calls()}, path)
     with pytest.raises(
-        shmload.PickleUnread, match=r"names __builtin__\.print; let the lib"
+        shmload.PickleUnread, match=r"does not unpickle \S*print; let the lib"
     ) as caught:
         shmload.warm(path)
     assert (caught.value.path, caught.value.nbytes) == (path, path.stat().st_size)
@@ -213,10 +211,10 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
         reference(source)
     with pytest.raises(type(wanted.value)):
         shmload.load_pipeline(source)
-    with pytest.raises(shmload.SourceNotFound, match=r"unet/.*names __builtin__\.print"):
+    with pytest.raises(shmload.SourceNotFound, match=r"unet/.*does not unpickle \S*print"):
         shmload.warm(source)
     older = tmp_path / "older.pt"
     torch.save({"b": _Calls()}, older, _use_new_zipfile_serialization=False)
-    with pytest.raises(shmload.PickleUnread, match="zip archive"):
+    with pytest.raises(shmload.PickleUnread, match=r"the form of torch before 1\.6"):
         shmload.load_state_dict(older)
     assert "called" not in capfd.readouterr().out

@@ -191,31 +191,6 @@ MALFORMED = {
     "metadata as list": make_file({"__metadata__": []}),
     "metadata with a number": make_file({"__metadata__": {"a": 1}}),
     "metadata as text": make_file({"__metadata__": "a"}),
-    "tensor twice": make_file(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"),
-    "tensor twice, once escaped": make_file(
-        b'{"a":%b,"\\u0061":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"
-    ),
-    "tensor twice, one inside another's bytes": make_file(
-        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"a":%b}'
-        % json.dumps(entry()).encode(),
-        b"1234",
-    ),
-    "field twice": make_file(
-        b'{"a":{"dtype":"F32","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"1234"
-    ),
-    "field twice, once escaped": make_file(
-        b'{"a":{"dtype":"F32","\\u0064type":"U8","shape":[4],"data_offsets":[0,4]}}', b"1234"
-    ),
-    "metadata twice": make_file(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"c"}}'),
-    "metadata twice, the second mentions it": make_file(
-        b'{"__metadata__":{"a":"b"},"__metadata__":{"__metadata__":"c"}}'
-    ),
-    "key of the metadata twice": make_file(b'{"__metadata__":{"a":"b","a":"c"}}'),
-    "tensor twice, the metadata makes up for the count": make_file(
-        b'{"__metadata__":{"\\"dtype\\"":"","\\"shape\\"":"","\\"data_offsets\\"":""},'
-        b'"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2),
-        b"1234",
-    ),
 }
 
 

@@ -147,7 +147,7 @@ def test_package_that_is_not_installed_is_named(monkeypatch):
     finally:
         os.close(fd)
     require_dequantised("a.gguf", header.tensors[1:], Rule(target="BF16"))
-    with pytest.raises(LibraryMissing, match=r"a\.gguf needs gguf.*pip install gguf"):
+    with pytest.raises(LibraryMissing, match=r"a\.gguf needs shmload.gguf..*pip install shmload"):
         require_dequantised("a.gguf", header.tensors, Rule(target="BF16"))
 
 

@@ -1,0 +1,145 @@
+"""What a library says of a file, asked for in a process of its own and remembered.
+
+The library's import takes up to a second. So what it says is kept: in this process, and on disk for
+the next one. Several files are asked for in one process.
+
+Guarantee: an answer is for the file as it was when it was asked about, and describes tensors inside
+it. A library that does not answer in time is ended.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from shmload._checkpoints.formats.describer import (
+    Answer,
+    Describe,
+    Refused,
+    decode_answer,
+)
+from shmload._checkpoints.header import Header, wrong_in
+from shmload._host.fingerprint import Fingerprint
+from shmload._host.memo import Memo
+from shmload._ipc import procs
+from shmload._ipc.frames import Inbox, send
+from shmload._settings import settings
+from shmload._wording import format_nbytes
+from shmload.errors import LibraryMissing, ProtocolError
+
+# To be increased when files are described in another way.
+_VERSION = 1
+_MODULE = "shmload._checkpoints.formats.describer"
+# Files that this process keeps answers for.
+_MOST_KEPT = 256
+# Four names for one embedding give T5-small 1.8 times its bytes.
+_MOST_TIMES = 4
+_ALWAYS_NBYTES = 64 << 20
+
+_Facts = tuple[int, str, str, Fingerprint]
+_kept: dict[_Facts, Answer] = {}
+
+
+class NotDescribed(Exception):
+    """A library does not say what is in a file; str says why."""
+
+
+def read_described(fd: int, module: str, package: str) -> Header:
+    """Return the header of a file as its library describes it.
+
+    Args:
+        fd: the open file; its position is not moved.
+        module: of the format, which has `import_library` and `describe`.
+        package: what pip calls the library.
+
+    Raises:
+        NotDescribed: the library refuses the file or has ended, or the tensors that it names are
+            not inside the file, or share far more bytes than it has.
+        LibraryMissing: the library is not installed.
+    """
+    (answer,) = describe_all([fd], module, package)
+    if isinstance(answer, Refused):
+        raise NotDescribed(answer.why)
+    header = Header(tensors=answer.tensors, metadata=None, data_offset=0)
+    nbytes = os.fstat(fd).st_size
+    for tensor in header.tensors:
+        if wrong := wrong_in(tensor):
+            raise NotDescribed(wrong)
+        if not 0 <= tensor.begin <= tensor.end <= nbytes:
+            raise NotDescribed(f"tensor {tensor.name!r} does not lie inside the file")
+    # A segment has bytes for each tensor. Here a few bytes may stand for tensors of any size.
+    if header.data_nbytes > max(_MOST_TIMES * nbytes, _ALWAYS_NBYTES):
+        apart = format_nbytes(header.data_nbytes)
+        raise NotDescribed(f"its tensors share bytes, and take {apart} apart")
+    return header
+
+
+def describe_all(fds: Sequence[int], module: str, package: str) -> list[Answer]:
+    """Return what a library says of some files; ask it in one process for those not known.
+
+    Args:
+        fds: the open files.
+        module: as for `read_described`.
+        package: as for `read_described`.
+
+    Raises:
+        LibraryMissing: the library is not installed.
+    """
+    try:
+        library = f"{package} {version(package)}"
+    except PackageNotFoundError as exc:
+        raise LibraryMissing(f"a file of {package}", [f"shmload[{package}]"]) from exc
+    answers: list[Answer] = []
+    with contextlib.ExitStack() as ending:
+        process = None
+        for fd in fds:
+            facts = (_VERSION, module, library, Fingerprint.of(os.fstat(fd)))
+            memo = Memo[Answer]("headers", Answer, facts)  # type: ignore[arg-type]  # a union
+            answer = _kept.get(facts) or memo.read()
+            if answer is None:
+                try:
+                    process = process or ending.enter_context(contextlib.closing(_start()))
+                    answer = _ask(process, module, fd)
+                except (OSError, EOFError, ProtocolError) as exc:
+                    answers.append(Refused(_why_no_answer(process, exc)))
+                    process = None
+                    continue
+                memo.write(answer)
+            _keep(facts, answer)
+            answers.append(answer)
+    return answers
+
+
+def _keep(facts: _Facts, answer: Answer) -> None:
+    while len(_kept) >= _MOST_KEPT:
+        _kept.pop(next(iter(_kept)), None)
+    _kept[facts] = answer
+
+
+def _start() -> procs.Child:
+    return procs.start(_MODULE, channel_timeout_s=settings().stall_timeout_s, keeps_output=True)
+
+
+def _ask(process: procs.Child, module: str, fd: int) -> Answer:
+    """Return a process's answer about a file.
+
+    Raises:
+        OSError, EOFError, ProtocolError: it does not answer in time, has ended, or says nonsense.
+    """
+    send(process.channel, Describe(module), (fd,))  # type: ignore[arg-type]  # one of its names
+    inbox = Inbox(process.channel)
+    while (frame := inbox.next_frame()) is None:
+        if not inbox.receive():
+            raise EOFError
+    return decode_answer(frame)
+
+
+def _why_no_answer(process: procs.Child | None, exc: Exception) -> str:
+    """Say why there is no answer; end the process."""
+    if process is None:
+        return f"the process that reads it cannot be started: {exc}"
+    if isinstance(exc, TimeoutError):
+        process.close()
+        return f"its library has said nothing for {settings().stall_timeout_s:g} s"
+    last = process.output().rpartition("\n")[2]
+    return f"the process that reads it ended by {process.close()}" + (f": {last}" if last else "")

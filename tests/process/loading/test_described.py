@@ -1,0 +1,128 @@
+"""Libraries describe files in a process of their own: bounded, remembered, and one for several."""
+
+import os
+import random
+import struct
+
+import pytest
+import torch
+from gguf_files import content, entry, front, padded, pair
+
+from shmload._checkpoints.formats import described
+from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
+from shmload._checkpoints.formats.describer import Described
+from shmload._host.descriptors import Descriptor
+from shmload._ipc import procs
+
+_TENSORS = {"a": ("F32", (2, 3), bytes(24)), "b.weight": ("Q4_0", (64,), bytes(36))}
+
+
+@pytest.fixture
+def forgets(monkeypatch):
+    """Let this process know no answer."""
+    monkeypatch.setattr(described, "_kept", {})
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a list that gets each process that is started."""
+    found, start = [], procs.start
+    monkeypatch.setattr(procs, "start", lambda *args, **how: found.append(1) or start(*args, **how))
+    return found
+
+
+@pytest.fixture
+def opened():
+    """Return a function that makes a file of some bytes and opens it."""
+    files = []
+
+    def make(raw):
+        files.append(Descriptor(os.memfd_create("file")))
+        os.write(files[-1].fd, raw)
+        return files[-1].fd
+
+    yield make
+    for each in files:
+        each.close()
+
+
+@pytest.mark.usefixtures("forgets")
+def test_several_files_are_described_by_one_process_and_remembered(
+    opened, started, monkeypatch, configure, tmp_path
+):
+    configure(cache_dir=tmp_path)
+    fds = [opened(content(_TENSORS)), opened(content({}))]
+    first = describe_all(fds, "gguf", "gguf")
+    assert [len(each.tensors) for each in first] == [2, 0]
+    assert len(started) == 1
+    assert describe_all(fds, "gguf", "gguf") == first
+    monkeypatch.setattr(described, "_kept", {})  # as in the next process
+    assert describe_all(fds, "gguf", "gguf") == first
+    assert len(started) == 1
+    os.pwrite(fds[0], content({}), 0)
+    os.truncate(fds[0], len(content({})))
+    (changed,) = describe_all(fds[:1], "gguf", "gguf")
+    assert changed.tensors == ()
+    assert os.lseek(fds[0], 0, os.SEEK_CUR) == len(content(_TENSORS))  # where it was
+
+
+@pytest.mark.usefixtures("forgets")
+def test_file_without_an_end_to_read_is_refused_by_a_deadline(opened, configure):
+    configure(stall_timeout_s=2)
+    endless = front(0, 1) + pair("k", 9, struct.pack("<IQ", 5, 1 << 62))
+    with pytest.raises(NotDescribed, match="said nothing for 2 s"):
+        read_described(opened(endless), "gguf", "gguf")
+
+
+@pytest.mark.usefixtures("forgets")
+def test_process_that_ends_is_replaced_for_the_next_file(opened, monkeypatch):
+    fds, ask = [opened(content(_TENSORS)), opened(content({}))], described._ask
+
+    def kill_first(process, module, fd):
+        if fd == fds[0]:
+            process.kill()
+        return ask(process, module, fd)
+
+    monkeypatch.setattr(described, "_ask", kill_first)
+    first, second = describe_all(fds, "gguf", "gguf")
+    assert "ended by SIGKILL" in first.why
+    assert isinstance(second, Described)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forgets")
+@pytest.mark.parametrize("module", ["gguf", "pytorch"])
+def test_damaged_file_is_refused_or_described_within_its_bounds(
+    opened, configure, tmp_path, module
+):
+    configure(stall_timeout_s=20)
+    generator, whole = random.Random(0), content(_TENSORS)
+    if module == "pytorch":
+        torch.save({"a": torch.ones(3), "b": torch.zeros(2, 5).half()}, tmp_path / "a.bin")
+        whole = (tmp_path / "a.bin").read_bytes()
+    fds = []
+    for _ in range(150):
+        raw = bytearray(whole[: generator.choice([len(whole), generator.randrange(len(whole))])])
+        for _ in range(generator.randint(0, 3) if raw else 0):
+            raw[generator.randrange(len(raw))] = generator.choice([0, 1, 127, 255])
+        fds.append(opened(raw))
+    package = "torch" if module == "pytorch" else "gguf"
+    answers = describe_all(fds, module, package)
+    assert any(isinstance(each, Described) for each in answers)
+    for fd in fds:
+        try:
+            header = read_described(fd, module, package)
+        except NotDescribed:
+            continue
+        nbytes = os.fstat(fd).st_size
+        assert all(0 <= each.begin <= each.end <= nbytes for each in header.tensors)
+
+
+@pytest.mark.usefixtures("forgets")
+def test_tensors_that_share_far_more_bytes_than_there_are(opened, monkeypatch):
+    monkeypatch.setattr(described, "_ALWAYS_NBYTES", 100)
+    monkeypatch.setattr(described, "_MOST_TIMES", 2)
+    entries = b"".join(entry(str(each), (64,), "F32", 0) for each in range(9))
+    shared = padded(front(9) + entries) + bytes(256)
+    with pytest.raises(NotDescribed, match=r"share bytes, and take 2\.25 KiB apart"):
+        read_described(opened(shared), "gguf", "gguf")
