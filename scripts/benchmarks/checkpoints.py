@@ -2,17 +2,12 @@
 
 sd15-fp32, sd15-bf16            Stable Diffusion 1.5's classes and sizes
 sd15-fp32-bin, sd15-bf16-bin    the same in PyTorch's files
-sd15-loras, sdxl-loras          two LoRAs for their UNets, `a` and `b`; the first touch 5 % of the
-                                pipeline
 small-fp32                      the same classes, tiny
-tiny-pipelines                  a directory of pipelines of eight kinds, tiny
-tiny-models                     a directory of three pipelines of one kind, tiny: `a`, `b` and `c`
-sdxl-bf16, sdxl-fp16-file       Stable Diffusion XL with fewer blocks, as a directory or one file:
-                                1.5 of 3.5 billion parameters, which fit beside their copies in
-                                24 GiB
-tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
+sdxl-fp16-file                  Stable Diffusion XL with fewer blocks, as one file: 1.5 of 3.5
+                                billion parameters, which fit beside their copies in 24 GiB
 flux-8-fp32, flux-8-bf16        Flux's transformer with 8 double and 12 single blocks, or others
 flux-small, flux-keys           the same class, tiny: with a block of each kind, and with 2,000
+tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
 flux-gguf-whole                 all of Flux's transformer as GGUF, by its authors' names, in Q4_K
 flux-gguf, flux-gguf-small      two double and four single blocks of it; a tiny one
 
@@ -26,7 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,13 +39,10 @@ FLUX_SMALL = {
 }
 """Configuration of the small transformer."""
 _GGUF_SMALL = {"num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
-_FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image", "sana")
 _NOISE_STD = 0.02
 _TENSOR_NBYTES = 1024
 _SHARD_NBYTES = 4_000_000_000
 _K_ELEMENTS = 256
-_LORA_RANK = 16
-_LORA_LAYERS = "to_q", "to_k", "to_v"
 
 
 def make(name: str, directory: str, work: str) -> None:
@@ -74,22 +66,16 @@ def make(name: str, directory: str, work: str) -> None:
     one_each = {"num_layers": 1, "num_single_layers": 1}
     makers: dict[str, Callable[[], None]] = {
         "small-fp32": lambda: _save_tiny(folder),
-        "tiny-pipelines": lambda: _save_families(folder, _FAMILIES[: 2 if is_quick else None]),
-        "tiny-models": lambda: _save_models(folder),
-        "sd-small-bf16": lambda: _make_sd_small(folder),
         "sd15-fp32": lambda: _save_tiny(folder) if is_quick else _make_sd15(folder),
         "sd15-bf16": lambda: _make_bf16(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-fp32-bin": lambda: _make_bin(folder, Path(work, f"sd15-fp32{ending}")),
         "sd15-bf16-bin": lambda: _make_bin(folder, Path(work, f"sd15-bf16{ending}")),
-        "sd15-loras": lambda: _make_loras(folder, Path(work, f"sd15-bf16{ending}")),
-        "sdxl-bf16": lambda: _sdxl("bfloat16", is_quick=is_quick).save_pretrained(folder),
-        "sdxl-loras": lambda: _make_loras(folder, Path(work, f"sdxl-bf16{ending}")),
-        "sdxl-fp16-file": lambda: _save_file(_sdxl("float16", is_quick=is_quick), folder),
-        "tensors-90000": lambda: _make_tensors(folder),
+        "sdxl-fp16-file": lambda: _save_file(_sdxl(is_quick=is_quick), folder),
         "flux-small": lambda: make_flux(folder, FLUX_SMALL, "bfloat16"),
         "flux-keys": lambda: make_flux(
             folder, FLUX_SMALL | {"num_layers": many, "num_single_layers": many}, "bfloat16"
         ),
+        "tensors-90000": lambda: _make_tensors(folder),
         "flux-gguf-whole": lambda: _make_gguf(folder, one_each if is_quick else {}),
         "flux-gguf": lambda: _make_gguf(
             folder, one_each if is_quick else {"num_layers": 2, "num_single_layers": 4}
@@ -117,39 +103,6 @@ def _make_sd15(directory: Path) -> None:
     _save(pipe, directory)
 
 
-def _make_sd_small(directory: Path) -> None:
-    """Save a pipeline of 196 MB in bfloat16, whose pictures take a second on a CPU."""
-    import diffusers
-    import torch
-    import transformers
-
-    words = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048}
-    pipe = diffusers.StableDiffusionPipeline(
-        unet=diffusers.UNet2DConditionModel(
-            block_out_channels=(128, 256, 512),
-            layers_per_block=1,
-            sample_size=16,
-            cross_attention_dim=512,
-            down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        ),
-        text_encoder=transformers.CLIPTextModel(
-            transformers.CLIPTextConfig(**words, vocab_size=49408)
-        ),
-        vae=diffusers.AutoencoderKL(
-            block_out_channels=(64, 128),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-        ),
-        tokenizer=_tokenizer(directory / "tokenizer"),
-        scheduler=diffusers.DDIMScheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    _save(pipe.to(torch.bfloat16), directory)
-
-
 def _make_bf16(directory: Path, source: Path) -> None:
     import torch
     from diffusers import StableDiffusionPipeline
@@ -167,29 +120,6 @@ def _make_bin(directory: Path, source: Path) -> None:
         torch.save(load_file(path), directory / path.parent.name / f"{name}.bin")
 
 
-def _make_loras(directory: Path, source: Path) -> None:
-    """Make two files in diffusers' own layout, for the attention of a source's UNet."""
-    import torch
-    from diffusers import UNet2DConditionModel
-    from safetensors.torch import save_file
-
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(
-            UNet2DConditionModel.load_config(source, subfolder="unet")
-        )
-    directory.mkdir()
-    for seed, name in enumerate("ab"):
-        generator = torch.Generator("cpu").manual_seed(seed)
-        tensors = {}
-        for path, layer in unet.named_modules():
-            if path.endswith(_LORA_LAYERS):
-                outputs, inputs = layer.weight.shape
-                for part, shape in ("A", (_LORA_RANK, inputs)), ("B", (outputs, _LORA_RANK)):
-                    noise = torch.randn(shape, generator=generator) * _NOISE_STD
-                    tensors[f"unet.{path}.lora_{part}.weight"] = noise.to(torch.float16)
-        save_file(tensors, directory / f"{name}.safetensors", {"format": "pt"})
-
-
 def _save_tiny(directory: Path) -> None:
     import diffusers
 
@@ -199,45 +129,22 @@ def _save_tiny(directory: Path) -> None:
     pipe.save_pretrained(directory)
 
 
-def _save_families(directory: Path, families: Sequence[str]) -> None:
-    import diffusers
-
-    for family in families:
-        _tiny(family).save_pretrained(directory / family)
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        norm_num_groups=8,
-    )
-    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(directory / "ddpm")
-
-
-def _save_models(directory: Path) -> None:
-    for seed, name in enumerate("abc"):
-        _tiny("stable-diffusion", seed).save_pretrained(directory / name)
-
-
-def _tiny(family: str, seed: int = 0) -> Any:
-    """Return one of the tests' pipelines; the seed decides its weights."""
+def _tiny(family: str) -> Any:
+    """Return one of the tests' pipelines."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     import pipelines
 
-    return pipelines.build(family, seed)
+    return pipelines.build(family)
 
 
-def _sdxl(name: str, *, is_quick: bool) -> Any:
-    """Return a pipeline in a dtype, given by its name."""
+def _sdxl(*, is_quick: bool) -> Any:
+    """Return a pipeline in float16."""
     import diffusers
-    import torch
 
     from benchmarks.published import PIPELINES
 
-    dtype = getattr(torch, name)
-
     if is_quick:
-        return _tiny("sdxl").to(dtype)
+        return _tiny("sdxl").half()
     fewer: dict[str, dict[str, Any]] = {
         "text_encoder_2": {"num_hidden_layers": 16},  # of 32
         "unet": {"transformer_layers_per_block": (1, 2, 3)},  # (1, 2, 10)
@@ -246,7 +153,7 @@ def _sdxl(name: str, *, is_quick: bool) -> Any:
         tokenizer = _tokenizer(Path(folder))
     return diffusers.StableDiffusionXLPipeline(
         **{
-            part: _filled(model.make(**fewer.get(part, {})).to(dtype))
+            part: _filled(model.make(**fewer.get(part, {})).half())
             for part, model in PIPELINES["sdxl"].items()
         },
         tokenizer=tokenizer,

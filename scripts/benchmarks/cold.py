@@ -2,21 +2,15 @@
 
 import mmap
 import os
-import sys
-import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks import slow_mount
 from benchmarks.bench import Bench, Suite, Way, weight_files
 from benchmarks.figures import Figure, Result, labelled, speed_up
 from benchmarks.load import FROM_PRETRAINED, LOAD_PIPELINE, warm_and_evict
 
 _BLOCK_NBYTES = 8 << 20
-# A load by diffusers takes over two minutes.
-_MOST_MOUNTED_ROUNDS = 3
 
 
 def measure_cold(bench: Bench) -> list[Figure]:
@@ -52,40 +46,6 @@ def measure_cold(bench: Bench) -> list[Figure]:
     ]
 
 
-def measure_mount(bench: Bench) -> list[Figure]:
-    """A FUSE mount with a latency and a rate a stream, as object stores have them."""
-    source = bench.source("sd15-fp32")
-    few = replace(bench, rounds=min(bench.rounds, _MOST_MOUNTED_ROUNDS))
-    with tempfile.TemporaryDirectory(dir=bench.work, prefix="mount-") as target:
-
-        def mounted(code: str) -> Result:
-            program = [sys.executable, "-c", code.format(source=target)]
-            found: Result = bench.run([*_prefix(source, target), *program], {}).result
-            return {"wall_s": found["wall_s"]}
-
-        ways: dict[str, Way] = {
-            "shmload": partial(mounted, LOAD_PIPELINE),
-            "diffusers": partial(mounted, FROM_PRETRAINED),
-        }
-        rounds = few.measure(ways, source)  # cached below the mount
-    return [
-        speed_up(
-            "mount",
-            "FUSE, 5 ms a request, 200 MB/s a stream: whole process, over from_pretrained",
-            rounds.samples("wall_s"),
-            at_least=5,
-        )
-    ]
-
-
-def _prefix(source: Path, target: str) -> list[str]:
-    """Return the command that runs another one while a source is mounted."""
-    unshare = ["unshare", "--mount"]
-    if os.geteuid() != 0:
-        unshare += ["--user", "--map-root-user"]
-    return [*unshare, sys.executable, slow_mount.__file__, str(source), target]
-
-
 def _read_disk(files: list[Path]) -> Result:
     """Read files one after the other, past the page cache; return `bytes_per_s`."""
     nbytes = 0
@@ -107,7 +67,7 @@ def _read_disk(files: list[Path]) -> Result:
 
 
 SUITE = Suite(
-    measures={"cold": measure_cold, "mount": measure_mount},
+    measures={"cold": measure_cold},
     sources=("sd15-fp32",),
     disk_gb=6,
     shm_gb=3,

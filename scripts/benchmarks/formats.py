@@ -4,7 +4,6 @@ from pathlib import Path
 
 from benchmarks.attach import Attach
 from benchmarks.bench import Bench, Suite
-from benchmarks.bucket import measure_bucket
 from benchmarks.figures import Figure, labelled, speed_up
 from benchmarks.gguf import measure_gguf, measure_gguf_floats, measure_gguf_whole
 from benchmarks.load import whole_process
@@ -59,7 +58,6 @@ SUITE = Suite(
         "gguf": measure_gguf,
         "gguf-whole": measure_gguf_whole,
         "gguf-floats": measure_gguf_floats,
-        "bucket": measure_bucket,
     },
     sources=(
         "small-fp32",
