@@ -30,7 +30,7 @@ _SMALL_NBYTES = 32 << 20
 
 # The pipelines of this process, by their handles' text.
 _loaded: dict[str, Any] = {}
-_loading = add_lock("the pipelines of handles")
+_loading = add_lock()
 
 _texts = msgspec.json.Decoder(tuple[dict[str, Any], str])
 """Reads the arguments of `load_pipeline`, and a digest of the source's files."""

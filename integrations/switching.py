@@ -23,7 +23,6 @@ import msgspec
 from shmload._building.mapped import measure
 from shmload._building.weights import models_in
 from shmload._checkpoints.wanted import is_publication
-from shmload._host.changes import add_row
 from shmload._placement import inventory
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.removal import remove_idle
@@ -376,10 +375,6 @@ def _nbytes(place: str, models: Iterable[_Model]) -> int:
 _all: "weakref.WeakSet[Switcher]" = weakref.WeakSet()
 
 
-def _count_busy() -> int:
-    return sum(any(m.user for m in each._models.values()) for each in _all)
-
-
 def _forget_uses() -> None:
     """Forget all uses in a forked child: a block of its parent, if it goes on, protects nothing."""
     for switcher in _all:
@@ -390,7 +385,7 @@ def _forget_uses() -> None:
             model.places = set() if model.pipe is None else {_HOST}
 
 
-add_row("uses of switchers", _count_busy, _forget_uses)
+os.register_at_fork(after_in_child=_forget_uses)
 
 
 # Arguments ----------------------------------------------------------------------------------------

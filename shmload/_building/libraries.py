@@ -14,7 +14,7 @@ from shmload._host.changes import add_lock
 if TYPE_CHECKING:
     import torch
 
-libraries_lock = add_lock("the libraries")
+libraries_lock = add_lock()
 """Held by the thread that makes models for shmload."""
 _is_inside: ContextVar[bool] = ContextVar("shmload_inside_a_load", default=False)
 

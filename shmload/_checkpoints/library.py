@@ -8,11 +8,9 @@ import contextlib
 import importlib
 import re
 import sys
-import weakref
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
-from shmload._host.changes import Change, free, free_locks, give_up_imports, modules_in_work
 from shmload._host.limits import chain_of
 from shmload.errors import ImportCutShort, ShmloadError
 
@@ -38,8 +36,7 @@ def whole_libraries() -> Iterator[None]:
     _require_whole_torch()
     cut = _cut_packages(_PACKAGES)
     try:
-        with _importing.made(), _showing_bars.made():
-            yield
+        yield
     except ShmloadError:
         raise
     except Exception as exc:
@@ -49,40 +46,6 @@ def whole_libraries() -> Iterator[None]:
             if package := cut.get(module.partition(".")[0]):
                 raise ImportCutShort(package) from exc
         raise
-
-
-def _give_up_imports(_: object) -> None:
-    give_up_imports()
-    free_locks((*_PACKAGES, "filelock", "torch"))
-
-
-def _bars() -> dict[int, Any]:
-    """Return the bars that are shown now, by their ids."""
-    # Another thread may just import it, or make a bar.
-    kind = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    found = [ref() for ref in list(kind._instances.data)] if kind else []
-    return {id(bar): weakref.ref(bar) for bar in found if bar is not None}
-
-
-def _forget_bars(before: dict[int, Any]) -> None:
-    """Let a forked child show its bars where they belong, and not below those of its parent."""
-    tqdm: Any = sys.modules.get("tqdm.std")
-    if hasattr(tqdm, "TqdmDefaultWriteLock") and hasattr(tqdm, "tqdm"):
-        _free_bar_locks(tqdm.TqdmDefaultWriteLock)
-        for key in _bars().keys() - before:
-            tqdm.tqdm._instances.discard(_bars()[key]())
-
-
-def _free_bar_locks(locks: Any) -> None:
-    """Free tqdm's locks: that of threads, and this process's count of the one of all processes."""
-    free(locks.th_lock)
-    shared = getattr(getattr(locks, "mp_lock", None), "_semlock", None)
-    if shared and not shared._is_mine():
-        shared._after_fork()
-
-
-_importing = Change("imports of the libraries", modules_in_work, None, _give_up_imports)
-_showing_bars = Change("bars of the libraries", _bars, None, _forget_bars)
 
 
 def _cut_packages(packages: Collection[str]) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 import contextlib
 import gc
+import os
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
-from shmload._host.changes import Change
+from shmload._host.changes import add_lock
 
 # inspect.CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR: to clear their frames would end them.
 _PAUSES = 0x20 | 0x80 | 0x200
@@ -55,15 +58,51 @@ def note_freeze() -> None:
     _has_frozen = True
 
 
-def paused_gc() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
     """Keep the collector off: imports and builds make many objects and no garbage.
 
     It would take 35 to 40 % of the time of a load of many tensors. Its first run afterwards would
     visit all new objects (0.2 s); freezing and unfreezing them marks them as old, at no cost.
 
-    If several threads load at once, the first turns it off and the last turns it on again.
+    If several threads load at once, the first turns it off and the last turns it on again. A forked
+    child needs it off only for the thread that has forked.
     """
-    return _pause.made()
+    here = threading.get_ident()
+    try:
+        with _lock:
+            if not _pausing:
+                _before.append(gc.isenabled())
+            _pausing.append(here)
+            gc.disable()
+        yield
+    finally:
+        with _lock:
+            if here in _pausing:  # or it was interrupted before
+                _pausing.remove(here)
+            _settle()
+
+
+_lock = add_lock()
+# The threads that need the collector off, and whether it was on before the first.
+_pausing: list[int] = []
+_before: list[bool] = []
+
+
+def _settle() -> None:
+    """Turn the collector on again, if it was, once no thread needs it off."""
+    if _before and not _pausing:
+        _resume(_before[0])
+        _before.clear()
+
+
+def _settle_in_child() -> None:
+    here = threading.get_ident()
+    _pausing[:] = [each for each in _pausing if each == here]
+    _settle()
+
+
+os.register_at_fork(after_in_child=_settle_in_child)
 
 
 def _resume(was_enabled: bool) -> None:
@@ -77,9 +116,6 @@ def _resume(was_enabled: bool) -> None:
         _is_marking = False
     if was_enabled:
         gc.enable()
-
-
-_pause = Change("the garbage collector", gc.isenabled, gc.disable, _resume)
 
 
 def forget_locals(error: BaseException, before: BaseException | None) -> None:

@@ -10,8 +10,6 @@ import threading
 import time
 from typing import NamedTuple, Self
 
-from shmload._host.changes import add_row
-
 _LOCK_POLL_S = 0.02
 
 
@@ -144,12 +142,6 @@ def close_sharing_lock(fd: int) -> None:
 _lockers: dict[int, int] = {}
 
 
-def _exclusive_locks() -> list[int]:
-    """Return the descriptors with which other threads hold an exclusive lock."""
-    here = threading.get_ident()
-    return [fd for fd, locker in tuple(_lockers.items()) if locker != here and _is_exclusive(fd)]
-
-
 def _is_exclusive(fd: int) -> bool:
     try:
         with open(f"/proc/self/fdinfo/{fd}") as lines:
@@ -163,7 +155,9 @@ def _leave_exclusive_locks() -> None:
 
     Else what a load was about to unlock by closing a file stays locked as long as the child lives.
     """
-    if locks := _exclusive_locks():
+    here = threading.get_ident()
+    locks = [fd for fd, locker in _lockers.items() if locker != here and _is_exclusive(fd)]
+    if locks:
         # The numbers stay in use: nothing may get them that an object of these threads may close.
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in locks:
@@ -173,4 +167,4 @@ def _leave_exclusive_locks() -> None:
     _lockers.clear()
 
 
-add_row("exclusive locks of files", _exclusive_locks, _leave_exclusive_locks)
+os.register_at_fork(after_in_child=_leave_exclusive_locks)

@@ -10,7 +10,6 @@ import os
 import sys
 import weakref
 
-from shmload._host.changes import add_row
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import reopen
 from shmload._segments.removal import remove_if_unused
@@ -123,8 +122,4 @@ def _close_in_child() -> None:
             lease.close()  # removes the name if the parent has released its own already
 
 
-def _count_of_one_process() -> int:
-    return sum(lease.is_open and not lease.crosses_forks for lease in list(_shared))
-
-
-add_row("leases of one process", _count_of_one_process, _close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
