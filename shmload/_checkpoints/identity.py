@@ -7,7 +7,7 @@ from typing import Annotated, Self
 import msgspec
 
 from shmload._host.fingerprint import Fingerprint
-from shmload._host.owned import belongs_here
+from shmload._host.private import belongs_here
 
 _HUB_BLOB = re.compile(r".*/blobs/([0-9a-f]{64})", re.DOTALL)
 # Whatever the cache is called: listings show segments of other caches, too.

@@ -47,7 +47,7 @@ from shmload._checkpoints.remote import (
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.web_server import is_below, probe
 from shmload._host.files import replacing
-from shmload._host.owned import is_own, open_folder, require_own
+from shmload._host.private import is_own, open_private, require_own
 from shmload._settings import settings
 from shmload._wording import format_nbytes
 from shmload.errors import SourceNotFound
@@ -208,7 +208,7 @@ def write_tree(home: Path, key: str, name: str, objects: Found, deadline: float)
     """
     blobs, trees = home / "blobs", home / "trees"
     for folder in (home.parent, home, blobs, trees):
-        open_folder(folder, make=True).close()
+        os.close(open_private(folder, make=True))
     with ThreadPoolExecutor(REQUESTS) as pool:
         written = pool.map(lambda each: _blob(blobs, each, deadline), objects.values())
         links = dict(zip(objects, written, strict=True))

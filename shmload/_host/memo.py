@@ -2,21 +2,22 @@
 
     CACHE/FOLDER/KEY    a digest of KEY and value, then the value in msgpack
 
-Guarantee: what is read was written whole and for this key, and no other user could have written it;
-all else counts as not remembered. All of it may be deleted at any time: then it is found out anew.
+Guarantee: what is read was written whole, for this key, and by this user or by root; all else
+counts as not remembered. All of it may be deleted at any time: then it is found out anew.
 """
 
 import contextlib
 import functools
 import hashlib
 import os
+import stat
 from typing import Generic, TypeVar
 
 import msgspec
 import xxhash
 
 from shmload._host.files import replacing
-from shmload._host.owned import KEY, open_folder, read_own
+from shmload._host.private import require_own
 from shmload._settings import settings
 from shmload._wording import logger_of
 
@@ -37,67 +38,65 @@ class Memo(Generic[_T]):
         kind: its type, which msgspec can encode.
         facts: what it depends on, with a version of how it is found out. Facts are the same if
             their `repr` is.
-        most: values that are kept of this kind; what was written least recently goes.
+
+    Attributes:
+        path: of its file.
     """
 
-    def __init__(self, folder: str, kind: type[_T], facts: object, *, most: int = 4096) -> None:
+    def __init__(self, folder: str, kind: type[_T], facts: object) -> None:
         known = repr((_VERSION, folder, facts)).encode()
-        self.key = hashlib.blake2b(known, digest_size=_DIGEST_NBYTES).hexdigest()
-        """The name of its file."""
-        self.folder = settings().cache_dir / folder
+        key = hashlib.blake2b(known, digest_size=_DIGEST_NBYTES).hexdigest()
+        self.path = settings().cache_dir / folder / key
         self._kind = kind
-        self._most = most
 
     def read(self) -> _T | None:
         """Return the value; None if it is not remembered, or could be another user's."""
         try:
-            with open_folder(self.folder) as folder:
-                content = read_own(self.key, folder)
+            content = self._content()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
             _say_once("not used", exc)
             return None
         encoded = content[_DIGEST_NBYTES:]
-        if content[:_DIGEST_NBYTES] != self._digest(encoded):
-            logger.info("%s/%s is damaged", self.folder.name, self.key)
-            return None
         try:
-            return msgspec.msgpack.decode(encoded, type=self._kind)
+            if content[:_DIGEST_NBYTES] == self._digest(encoded):
+                return msgspec.msgpack.decode(encoded, type=self._kind)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:  # another version's
-            logger.info("%s/%s cannot be read: %s", self.folder.name, self.key, exc)
-            return None
+            logger.info("%s cannot be read: %s", self.path, exc)
+        return None
 
-    def write(self, value: _T) -> bool:
-        """Remember a value; return whether that could be done. If not, the log says why, once."""
+    def _content(self) -> bytes:
+        """Read the file.
+
+        Raises:
+            PermissionError: another user can have written it.
+            OSError: it is missing, is a link, or cannot be read.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self.path, flags), "rb") as file:
+            found = os.fstat(file.fileno())
+            require_own(found, self.path)
+            return file.read() if stat.S_ISREG(found.st_mode) else b""
+
+    def write(self, value: _T) -> None:
+        """Remember a value; if that cannot be done, the log says why, once."""
         encoded = msgspec.msgpack.encode(value)
         try:
-            with open_folder(self.folder, make=True) as folder:
-                with replacing(f"/proc/self/fd/{folder.fd}/{self.key}", mode=0o600) as file:
-                    file.write(self._digest(encoded) + encoded)
-                self._remove_old(folder.fd)
+            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            with replacing(self.path, mode=0o600) as file:
+                file.write(self._digest(encoded) + encoded)
         except OSError as exc:
             _say_once("not written", exc)
-            return False
-        return True
 
     def forget(self) -> None:
         """Remove the value, if it is there."""
-        with contextlib.suppress(OSError), open_folder(self.folder) as folder:
-            os.unlink(self.key, dir_fd=folder.fd)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def _digest(self, encoded: bytes) -> bytes:
-        # With the key: a file that another user could once rename is not taken for another's.
-        return xxhash.xxh3_128_digest(self.key.encode() + encoded)
-
-    def _remove_old(self, folder: int) -> None:
-        keys = [each for each in os.listdir(folder) if KEY.fullmatch(each)]
-        if len(keys) <= self._most:
-            return
-        with contextlib.suppress(FileNotFoundError):  # another process does the same
-            keys.sort(key=lambda key: os.stat(key, dir_fd=folder).st_mtime_ns)
-            for key in keys[: -self._most]:
-                os.unlink(key, dir_fd=folder)
+        # With the key: where others can rename files, one key's value is not taken for another's.
+        return xxhash.xxh3_128_digest(self.path.name.encode() + encoded)
 
 
 def _say_once(what: str, exc: OSError) -> None:

@@ -14,7 +14,7 @@ The caller stands for the program: it passes signals on, and ends as the program
 
 Guarantee: a program ends and prints as under `python`, but for what docs/run.md lists. Where that
 is in doubt, the caller becomes an ordinary Python. May import `errors`, `_wording`, and of `_host`
-what imports next to nothing (`fingerprint`, `own_folder`, `variables`), and in a template and for
+what imports next to nothing (`fingerprint`, `private`, `variables`), and in a template and for
 lists what reads how much memory there is (`procfs`). It names `integrations` as something to import
 in a template, or for `--redirect`.
 """

@@ -9,7 +9,7 @@ import fcntl
 import os
 import time
 
-from shmload._host.own_folder import private_path, runtime_folder
+from shmload._host.private import private_path, runtime_folder
 
 _MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0

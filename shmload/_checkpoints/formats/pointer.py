@@ -26,7 +26,7 @@ from shmload._checkpoints.remote import (
 )
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source, replacing
-from shmload._host.owned import belongs_here, is_own, require_own
+from shmload._host.private import belongs_here, is_own, require_own
 from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
 
 _NAME = "pointer"

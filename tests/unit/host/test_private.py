@@ -5,14 +5,8 @@ import os
 import pytest
 from privileges import no_privileges
 
-from shmload._host import own_folder
-from shmload._host.own_folder import (
-    FolderUnsafe,
-    open_private,
-    path_in,
-    private_path,
-    runtime_folder,
-)
+from shmload._host import private
+from shmload._host.private import open_private, path_in, private_path, runtime_folder
 from shmload._templates import place
 
 _OTHER = 65534
@@ -24,7 +18,7 @@ def elsewhere(tmp_path, monkeypatch):
     """What /tmp is to this test; returns this user's directory in it."""
     shared = tmp_path / "tmp"
     shared.mkdir(mode=0o700)
-    monkeypatch.setattr(own_folder, "_ELSE", str(shared))
+    monkeypatch.setattr(private, "_ELSE", str(shared))
     return str(shared / f"shmload-{os.geteuid()}")
 
 
@@ -88,29 +82,29 @@ def test_path_is_of_a_directory_that_stays(runtime):
     wanted = f"{runtime}/shmload/templates"
     assert private_path(wanted) == private_path(wanted) == wanted
     os.chown(runtime, _OTHER, -1)
-    with pytest.raises(FolderUnsafe, match=f"^{runtime} belongs to user {_OTHER}$"):
+    with pytest.raises(PermissionError, match=f"^{runtime} belongs to user {_OTHER}$"):
         private_path(wanted)
     os.chown(runtime, 0, -1)
     runtime.chmod(0o1777)
     assert private_path(wanted) == wanted
     runtime.chmod(0o777)
-    with pytest.raises(FolderUnsafe, match=r"lets other users rename .*`chmod \+t"):
+    with pytest.raises(PermissionError, match=r"lets other users rename .*`chmod \+t"):
         private_path(wanted)
 
 
 def test_planted_link_is_not_followed(runtime, tmp_path):
     (tmp_path / "mine").mkdir()
     (runtime / "shmload").symlink_to(tmp_path / "mine")
-    with pytest.raises(FolderUnsafe, match=f"^{runtime}/shmload is not a directory$"):
+    with pytest.raises(PermissionError, match=f"^{runtime}/shmload is not a directory$"):
         private_path(f"{runtime}/shmload/templates")
     assert os.listdir(tmp_path / "mine") == []
-    with pytest.raises(FolderUnsafe, match="is not a directory"):
-        open_private(f"{runtime}/shmload", makes=True)
+    with pytest.raises(NotADirectoryError):
+        open_private(f"{runtime}/shmload", make=True)
 
 
 def test_exchanging_an_open_directory_changes_nothing(runtime):
     path = runtime / "shmload"
-    fd = open_private(str(path), makes=True)
+    fd = open_private(str(path), make=True)
     try:
         moved = path.rename(runtime / "moved")
         path.mkdir()
