@@ -112,17 +112,6 @@ def command_of(pid: int) -> tuple[str, ...]:
     return tuple(word.decode(errors="replace") for word in words if word)
 
 
-# The kernel ---------------------------------------------------------------------------------------
-
-
-def boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
-    """Return the id of this boot of the kernel; empty if a sandbox hides it."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 # Memory -------------------------------------------------------------------------------------------
 
 
@@ -132,18 +121,6 @@ def machine_free_nbytes(meminfo: Path = Path("/proc/meminfo")) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ShmloadError(f"{meminfo} has no MemAvailable; shmload needs Linux 3.14 or later")
-
-
-def private_nbytes(pid: int, proc: Path = Path("/proc")) -> int:
-    """Return the memory of a process and of all below it, in bytes.
-
-    What several map counts in shares. A process that has ended counts as nothing.
-    """
-    total = rollup_nbytes(pid, "Pss:", proc)
-    with contextlib.suppress(OSError):
-        for child in (proc / str(pid) / "task" / str(pid) / "children").read_text().split():
-            total += private_nbytes(int(child), proc)
-    return total
 
 
 def rollup_nbytes(pid: int, kind: str, proc: Path = Path("/proc")) -> int:

@@ -29,11 +29,3 @@ def test_context_closes():
         number = owner.fd
     assert not is_open(number)
     assert owner.fd == -1
-
-
-def test_taken_descriptor_stays_open():
-    with Descriptor(os.memfd_create("file")) as owner:
-        fd = owner.take()
-    assert is_open(fd)
-    os.close(fd)
-    assert owner.take() == -1

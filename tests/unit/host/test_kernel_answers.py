@@ -1,22 +1,19 @@
 """Every function over a system call handles each of the kernel's answers."""
 
 import ctypes
-import fcntl
 import mmap
 import os
 import stat
-import sys
 
 import numpy as np
 import pytest
-from children import run_to_end
 from privileges import no_privileges
 
 from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.files import is_cached, open_source, read_ahead
 from shmload._host.memory import PAGE_NBYTES, populate, protect
 from shmload._host.pagemap import is_touched
-from shmload._host.shm import SHM_DIR, is_named, shm_free_nbytes, shm_open, shm_rename, shm_unlink
+from shmload._host.shm import SHM_DIR, is_named, shm_open, shm_rename, shm_unlink
 from shmload._ipc.procs import has_pidfds
 from shmload.errors import SegmentUntrusted, ShardMissing, ShardUnreadable
 
@@ -49,13 +46,6 @@ def test_descriptor_is_not_inherited_and_reads_or_writes_as_asked(fd, name):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(reader, b"y", 0)
     os.close(reader)
-
-
-def test_second_creation_opens_the_first(fd, name):
-    os.pwrite(fd, b"first", 0)
-    again = shm_open(name, create=True, writable=True)
-    assert os.pread(again, 5, 0) == b"first"
-    os.close(again)
 
 
 def plant_link(path):
@@ -128,12 +118,6 @@ def test_name_that_another_user_has_is_not_replaced(name):
     shm_unlink(new)
 
 
-def test_name_can_go_twice(fd, name):
-    shm_unlink(name)
-    shm_unlink(name)
-    assert not (SHM_DIR / name).exists()
-
-
 def test_rename_is_seen_by_the_descriptor(fd, name):
     assert is_named(fd, name)
     other = name[:-1] + ("0" if name[-1] != "0" else "1")
@@ -142,14 +126,6 @@ def test_rename_is_seen_by_the_descriptor(fd, name):
     assert is_named(fd, other)
     os.close(shm_open(name, create=True, writable=True))
     assert not is_named(fd, name)  # another object of that name
-
-
-def test_child_sees_the_same_shared_memory(fd, name):
-    # The tests' mount namespace must include their workers.
-    os.pwrite(fd, b"seen", 0)
-    code = f"print(open('/dev/shm/{name}').read())"
-    done = run_to_end([sys.executable, "-c", code], check=True)
-    assert done.stdout == "seen\n"
 
 
 # Locks --------------------------------------------------------------------------------------------
@@ -181,32 +157,7 @@ def test_waiting_for_a_lock_ends_with_the_lock_or_the_deadline(fd, name):
     assert wait_lock(fd, exclusive=False, timeout_s=0.0)
 
 
-def test_killed_process_gives_its_lock_back(fd, name, new_child):
-    other = new_child(
-        "import fcntl, sys\n"
-        "file = open(sys.argv[1])\n"
-        "fcntl.flock(file, fcntl.LOCK_EX)\n"
-        "print('LOCKED', flush=True)\n"
-        "sys.stdin.read()",
-        SHM_DIR / name,
-    )
-    other.expect("LOCKED")
-    assert not try_lock(fd, exclusive=False)
-    other.end()
-    assert try_lock(fd, exclusive=True)
-
-
 # Source files -------------------------------------------------------------------------------------
-
-
-def test_source_is_opened_for_reading_and_not_inherited(tmp_path):
-    path = tmp_path / "shard"
-    path.write_bytes(b"abc")
-    fd = open_source(path)
-    assert os.pread(fd, 9, 0) == b"abc"
-    assert not os.get_inheritable(fd)
-    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-    os.close(fd)
 
 
 @pytest.mark.timeout(10)
@@ -243,14 +194,6 @@ def test_file_just_written_is_cached(tmp_path):
     assert is_cached(fd, 0)
     read_ahead(fd)
     os.close(fd)
-
-
-# Room ---------------------------------------------------------------------------------------------
-
-
-def test_room_is_what_the_file_system_has():
-    found = os.statvfs("/dev/shm")
-    assert 0 < shm_free_nbytes() <= found.f_blocks * found.f_frsize
 
 
 # The process and its kernel -----------------------------------------------------------------------
