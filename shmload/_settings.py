@@ -18,7 +18,6 @@ from shmload._wording import nearest
 from shmload.errors import ArgumentError
 
 PREFIX = "SHMLOAD_"
-_WORKERS = PREFIX + "WORKERS"
 # The Hugging Face libraries' variable for the same thing; ours wins.
 _HUGGINGFACE_WORKERS = "HF_PARALLEL_LOADING_WORKERS"
 # Number of ranks on this host, as torchrun, Open MPI, Intel MPI and MVAPICH call it.
@@ -48,23 +47,16 @@ _SECONDS = {unit: seconds for seconds, units in _UNITS.items() for unit in units
 # Where nothing can be read or written: the directories of a user without a home.
 _NO_HOME = Path("/dev/null/no-home")
 Size = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 # poll(2) counts milliseconds in 31 bits: 24 days.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2_000_000)]
-# What an error says of a field, by its type.
-_EXPECTED: dict[object, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    int | None: "a whole number",
-    Seconds: "a number of seconds from 0 to 2000000",
-    Fraction: "a number from 0 to below 1",
-}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Values that hold for the whole process; see `docs/settings.md` for the reasons."""
 
-    workers: int | None = None
+    workers: Count | None = None
     """Worker processes for one load; None means one for each core that the parent does not need."""
 
     inline_nbytes: int = 64 << 20
@@ -136,16 +128,11 @@ def _parse(variable: str, kind: object) -> Any:
         except ValueError as exc:
             raise ArgumentError(f"the environment variable {variable}: {exc}") from exc
     try:
-        value = msgspec.convert(text, kind, strict=False)
+        return msgspec.convert(text, kind, strict=False)
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         raise ArgumentError(
-            f"the environment variable {variable} is {text!r}; it must be {_EXPECTED[kind]}"
+            f"the environment variable {variable} is {text!r}, which it cannot be: {exc}"
         ) from exc
-    if variable == _WORKERS and value < 1:
-        raise ArgumentError(
-            f"the environment variable {variable} is {text!r}; it must be 1 or more"
-        )
-    return value
 
 
 # Of another page than the settings: `shmload run --redirect` sets it for its program.
