@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Literal, Self
 
-from shmload._redirecting.patches import Options
-from shmload._redirecting.switch import turn_off, turn_on
+from shmload._redirecting.patches import Options, turn_off, turn_on
 from shmload.errors import ArgumentError
 
 

@@ -1,76 +1,65 @@
-"""Reads the arguments of one `from_pretrained`, and finds those that only the library knows."""
+"""Reads the arguments of one `from_pretrained`: those that shmload takes are listed here.
 
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import PosixPath
-from types import CodeType, NoneType
+A call with any other argument, or another value, is the library's.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PosixPath
 from typing import Any, NamedTuple
 
-from shmload._building.keywords import BYPASSING_KEYWORDS
-from shmload._checkpoints.wanted import named_arguments
-from shmload._redirecting.patches import LIBRARIES, OF_FILES, OF_PIPELINES, Kind, layers
-from shmload.integrations.diffusers import load_pipeline
-from shmload.integrations.models import load_model
+import torch
 
+from shmload._checkpoints.hub import find_cached
+from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
+from shmload._checkpoints.weights import format_with_blocks
+from shmload._compat import dtype_keyword
+from shmload._redirecting.patches import LIBRARIES, OF_FILES, OF_PIPELINES, Kind
+
+_PATH = (str, PosixPath)
+# By what the class loads: the types of the values that go to shmload. None is the default of each.
+_TAKEN: dict[str, tuple[type, ...]] = {
+    "cache_dir": _PATH,
+    "local_files_only": (bool,),
+    "revision": (str,),
+    "token": (str, bool),
+}
+_OF_FOLDERS = {"variant": (str,), "use_safetensors": (bool,)}
+_OF_MODELS = {"subfolder": (str,), "output_loading_info": (bool,)}
+_OF_THE_FILES = {"config": _PATH, "original_config": _PATH, "subfolder": (str,)}
+_TAKEN_OF: dict[Kind, dict[str, tuple[type, ...]]] = {
+    "pipeline": {**_TAKEN, **_OF_FOLDERS, "requires_safety_checker": (bool,)},
+    "diffusers model": {**_TAKEN, **_OF_FOLDERS, **_OF_MODELS},
+    "transformers model": {
+        **_TAKEN,
+        **_OF_FOLDERS,
+        **_OF_MODELS,
+        "attn_implementation": (str,),
+    },
+    "pipeline file": {**_TAKEN, **_OF_THE_FILES},
+    "diffusers model file": {**_TAKEN, **_OF_THE_FILES},
+}
+# Values that change nothing: defaults, and what `transformers.pipeline` passes.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "adapter_kwargs": (None,),
+    "code_revision": (None,),
+    "config": (None,),
+    "custom_pipeline": (None,),
+    "device_map": (None,),
+    "force_download": (False,),
+    "low_cpu_mem_usage": (True,),
+    "quantization_config": (None,),
+    "subfolder": ("",),
+    "trust_remote_code": (False, None),
+}
 # What `transformers.pipeline` tells: its task, for the hub's statistics; in transformers 4 also the
 # commit in which it found the configuration.
 _HINTS = ("_from_pipeline", "_commit_hash")
-_ATTENTIONS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
-_TRANSFORMERS_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_DTYPES = ("dtype", "torch_dtype")
-_PATH = (str, PosixPath, NoneType)
-_TEXT = (str, NoneType)
-_OF_ALL = {
-    "cache_dir": _PATH,
-    "local_files_only": (bool, NoneType),
-    "revision": _TEXT,
-    "token": (str, bool, NoneType),
-    "variant": _TEXT,
-}
-_OF_A_FILE = {"config": _PATH, "original_config": _PATH, "subfolder": _TEXT}
-_OF_A_MODEL = {"output_loading_info": (bool,), "subfolder": _TEXT}
-# Values that change nothing: defaults, and what the libraries' own functions pass, such as
-# `transformers.pipeline`. They are dropped; with other values the library loads.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(
-        (
-            "adapter_kwargs",
-            "code_revision",
-            "config",
-            "custom_pipeline",
-            "custom_revision",
-            "device_map",
-            "max_memory",
-            "offload_folder",
-            "offload_state_dict",
-            "proxies",
-            "quantization_config",
-            "use_onnx",
-        ),
-        (None,),
-    ),
-    **dict.fromkeys(
-        (
-            "disable_mmap",
-            "force_download",
-            "ignore_mismatched_sizes",
-            "load_connected_pipeline",
-            "output_loading_info",
-            "use_flashpack",
-        ),
-        (False,),
-    ),
-    "low_cpu_mem_usage": (True,),
-    "subfolder": ("",),
-    "trust_remote_code": (False, None),
-    "weights_only": (True,),
-}
-# Arguments of shmload's functions, which mean nothing to the libraries.
-_OWN = (named_arguments(load_pipeline) | named_arguments(load_model)).difference(
-    _OF_ALL, _OF_A_MODEL, _NEUTRAL, _DTYPES
-)
-_THEIRS = _OWN.union(_NEUTRAL, BYPASSING_KEYWORDS)
-# Components that the library's method names in its own text.
-_COMPONENTS = ("safety_checker", "scheduler", "tokenizer")
+_DTYPE_NAMES = ("auto", "bfloat16", "float16", "float32")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TIMEOUT_S = 10.0
 
 
 class InDoubt(Exception):
@@ -86,17 +75,12 @@ class Call(NamedTuple):
 
 
 def read_call(
-    kind: Kind,
-    known: Collection[str],
-    path_argument: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kind: Kind, path_argument: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Call:
     """Read the arguments of a call.
 
     Args:
         kind: what the class loads.
-        known: the names that the library's code takes by itself; its version decides.
         path_argument: the name of the argument that says what to load.
         args: after the class.
         kwargs: stay as they are.
@@ -104,124 +88,145 @@ def read_call(
     Raises:
         InDoubt: an argument is left to the library.
     """
-    left = {name: _resolved(value) for name, value in kwargs.items()}
+    left = dict(kwargs)
+    if isinstance(revision := left.get("revision"), str):
+        left["revision"] = getattr(revision, "resolved", revision)  # of huggingface_hub's own type
     if args and path_argument not in left:
         left[path_argument] = args[0]
         args = args[1:]
     source = left.pop(path_argument, None)
     if args:
         raise InDoubt("it has more than one argument without a name")
-    if type(source) not in (str, PosixPath) or str(source)[:1] in ("", "~"):
+    if not isinstance(source, _PATH) or str(source)[:1] in ("", "~"):
         raise InDoubt(f"it loads {source!r}")
-    dtype = _read_dtype(kind, known, left)
-    given = {name: value for name, value in left.items() if _is_passed(kind, known, name, value)}
+    dtype = _read_dtype(kind, left)
+    given = {name: value for name, value in left.items() if _is_passed(kind, name, value)}
     return Call(source, dtype, given)
 
 
-def _is_passed(kind: Kind, known: Collection[str], name: str, value: object) -> bool:
+def _is_passed(kind: Kind, name: str, value: object) -> bool:
     """Tell whether an argument goes to shmload; one with its default value need not.
 
     Raises:
         InDoubt: it is left to the library.
     """
-    if name in known and any(value is neutral for neutral in _NEUTRAL.get(name, ())):
+    if any(value is neutral for neutral in _NEUTRAL.get(name, ())):
         return False
-    of_kind = _OF_A_FILE if kind in OF_FILES else {} if kind in OF_PIPELINES else _OF_A_MODEL
-    if name in known and (types := (_OF_ALL | of_kind).get(name)):
-        if type(value) not in types or value == "":
-            raise InDoubt(f"{name}={value!r}")
-        return value is not None
-    if name == "use_safetensors" and name in known:
-        if value is None or value is True:
-            return value is True
-    elif name == "quantization_config" and name in known:
-        if type(value).__module__.partition(".")[0] in LIBRARIES:
-            return True
-    elif kind == "transformers model" and name == "config" and name in known:
-        if _is_plain_config(value):
-            return True
-    elif kind == "transformers model" and name in _HINTS and name in known:
-        if value is None or type(value) is str:
+    if types := _TAKEN_OF[kind].get(name):
+        if value is None:
             return False
-    elif name == "attn_implementation" and kind == "transformers model":
-        if type(value) is str and value in _ATTENTIONS:
+        if type(value) in types and value != "" and (name, value) != ("use_safetensors", False):
             return True
-    elif kind in OF_PIPELINES and (name in _COMPONENTS or name not in _THEIRS.union(known)):
-        return True  # a component or an argument of the class
+    elif name == "quantization_config":
+        if _package_of(value) in LIBRARIES:
+            return True
+    elif kind == "transformers model":
+        if name in _HINTS and isinstance(value, str | None):
+            return False
+        if name == "config" and _is_plain_config(value):
+            return True
+    elif kind in OF_PIPELINES and (value is None or hasattr(value, "save_pretrained")):
+        return True  # a component, or none in its place
     raise InDoubt(f"{name}={_short(value)}")
 
 
-def _resolved(value: Any) -> Any:
-    """Return the commit that a revision of huggingface_hub's own type stands for, or the value."""
-    is_hubs = type(value).__module__.partition(".")[0] == "huggingface_hub"
-    return getattr(value, "resolved", value) if is_hubs and isinstance(value, str) else value
+def _package_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _is_plain_config(value: object) -> bool:
     """Tell whether a configuration is of a class of transformers, and quantises nothing."""
-    return (
-        type(value).__module__.partition(".")[0] == "transformers"
-        and hasattr(value, "model_type")
-        and not getattr(value, "quantization_config", None)
-        and not getattr(value, "auto_map", None)
-    )
+    is_theirs = _package_of(value) == "transformers" and hasattr(value, "model_type")
+    return is_theirs and not getattr(value, "quantization_config", None)
 
 
-def _read_dtype(kind: Kind, known: Collection[str], left: dict[str, Any]) -> Any:
+def _read_dtype(kind: Kind, left: dict[str, Any]) -> Any:
     """Take the dtype out of the arguments and return it.
 
     Raises:
         InDoubt: it is left to the library.
     """
-    import torch  # which is imported, or there would be no class to call
-
-    given = {name: left.pop(name) for name in _DTYPES if name in left}
+    given = {name: left.pop(name, None) for name in ("dtype", "torch_dtype")}
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
         return None
-    (name, dtype), *others = named.items()
-    is_dict = kind == "pipeline" and type(dtype) is dict
-    is_name = kind == "transformers model" and type(dtype) is str
-    values = list(dtype.values()) if is_dict else [dtype]
-    is_plain = all(isinstance(each, torch.dtype) and each.is_floating_point for each in values)
-    if (
-        others
-        or name not in known
-        or not (is_plain or (is_name and dtype in _TRANSFORMERS_DTYPES))
-        or (is_dict and not all(type(each) is str for each in dtype))
-    ):
+    dtype = next(iter(named.values()))
+    values = dtype.values() if kind == "pipeline" and isinstance(dtype, dict) else [dtype]
+    if kind == "transformers model":
+        is_plain = isinstance(dtype, torch.dtype) or dtype in _DTYPE_NAMES
+    else:  # this version may not know the newer name
+        is_plain = all(isinstance(each, torch.dtype) for each in values)
+        is_plain = is_plain and ("dtype" not in named or dtype_keyword() == "dtype")
+    if not is_plain or len(named) > 1:
         raise InDoubt(", ".join(f"{name}={_short(value)}" for name, value in named.items()))
     return dtype
 
 
-def names_known(*methods: Any) -> frozenset[str]:
-    """Return the texts in the code of some methods of a library, and the names of arguments.
-
-    An argument that a method takes out of its keywords is among the texts.
-    """
-    return frozenset(
-        name
-        for method in methods
-        for layer in layers(method)
-        if hasattr(layer, "__code__")
-        for name in (*_texts(layer.__code__.co_consts), *_arguments(layer.__code__))
-    )
-
-
-def _arguments(code: CodeType) -> tuple[str, ...]:
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
-    for each in constants:
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, tuple):
-            yield from _texts(each)
-
-
 def _short(value: object) -> str:
     """Write a value in a few words: its repr may be that of a whole model."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str | None):
         return repr(value)[:60]
     return f"<{type(value).__name__}>"
+
+
+# The source ---------------------------------------------------------------------------------------
+
+
+def require_known_source(kind: Kind, call: Call) -> None:
+    """Check that a call means what the same source means to `load_pipeline` and `load_model`.
+
+    Raises:
+        InDoubt: it is no directory or file of this machine, nor the hub's version in the cache; or
+            a file of quantised blocks, of which the library makes what the arguments say.
+        ShmloadError, OSError: it cannot be read.
+    """
+    if kind in OF_FILES:
+        if not os.path.isfile(call.source):
+            raise InDoubt("it is no file of this machine")
+        if found := format_with_blocks(call.source):
+            raise InDoubt(f"it is a {found.name} file")
+    elif not os.path.isdir(call.source):
+        given = str(call.source)
+        if os.path.lexists(given) or not _HUB_ID.fullmatch(given):
+            raise InDoubt("it is no directory")
+        hub = Hub(**{name: call.kwargs[name] for name in HUB_ARGUMENTS & call.kwargs.keys()})
+        folder = find_cached(given, hub)
+        if folder is None:
+            raise InDoubt("it is not in the hub cache")
+        _require_current(given, hub, folder)
+
+
+def _require_current(repo_id: str, hub: Hub, folder: Path) -> None:
+    """Check that the cached version is the one that the hub has now, as the libraries do.
+
+    Raises:
+        InDoubt: it is another one, or the hub refuses to tell.
+    """
+    if hub.local_files_only or is_offline() or _COMMIT.fullmatch(hub.revision or ""):
+        return
+    if commit_on_hub(repo_id, hub) not in (None, folder.name):
+        raise InDoubt("the hub has another version than the cache")
+
+
+def is_offline() -> bool:
+    """Tell whether the hub must not be asked."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def commit_on_hub(repo_id: str, hub: Hub) -> str | None:
+    """Ask the hub for the commit of a revision; return None if it cannot be reached.
+
+    Raises:
+        InDoubt: the hub refuses the question.
+    """
+    from huggingface_hub import model_info
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return model_info(repo_id, revision=hub.revision, token=hub.token, timeout=_TIMEOUT_S).sha
+    except (HfHubHTTPError, ValueError) as exc:
+        raise InDoubt(f"the hub refuses it: {str(exc).splitlines()[0]}") from exc
+    except Exception:  # of the HTTP client, which changes with the hub's library: no network
+        return None

@@ -1,12 +1,22 @@
 """The classes whose loading is led through shared memory, and the patches that lead it.
 
-A patch is a method in front of the one that was there.
+A patch is a method in front of the library's own. Classes are patched while at least one
+redirection is open: those that are imported at once, the others when they are imported.
 """
 
 import functools
-from collections.abc import Callable
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
+
+from shmload._host.changes import add_lock
+from shmload._wording import logger_of
+
+logger = logger_of("shmload.redirect")
 
 Kind = Literal[
     "pipeline", "diffusers model", "transformers model", "pipeline file", "diffusers model file"
@@ -14,40 +24,19 @@ Kind = Literal[
 OF_FILES: tuple[Kind, ...] = ("pipeline file", "diffusers model file")
 OF_PIPELINES: tuple[Kind, ...] = ("pipeline", "pipeline file")
 
-# A name that ends with a star stands for all classes of the module whose names begin so.
-_CLASSES: dict[str, tuple[Kind, str]] = {
+CLASSES: dict[str, tuple[Kind, str]] = {
     "diffusers.pipelines.pipeline_utils": ("pipeline", "DiffusionPipeline"),
-    "diffusers.pipelines.auto_pipeline": ("pipeline", "AutoPipelineFor*"),
+    "diffusers.pipelines.auto_pipeline": ("pipeline", "AutoPipelineFor"),
     "diffusers.models.modeling_utils": ("diffusers model", "ModelMixin"),
     "diffusers.models.auto_model": ("diffusers model", "AutoModel"),
     "diffusers.loaders.single_file": ("pipeline file", "FromSingleFileMixin"),
     "diffusers.loaders.single_file_model": ("diffusers model file", "FromOriginalModelMixin"),
     "transformers.modeling_utils": ("transformers model", "PreTrainedModel"),
-    "transformers.models.auto.modeling_auto": ("transformers model", "AutoModel*"),
+    "transformers.models.auto.modeling_auto": ("transformers model", "AutoModel"),
 }
-
-MODULES = tuple(_CLASSES)
+"""By module: what its classes load, and how their names begin."""
 LIBRARIES = ("diffusers", "transformers", "huggingface_hub")
 """Packages whose code makes up the libraries' own methods."""
-
-
-def method_of(kind: Kind) -> str:
-    """Return the name of the method by which classes of a kind load."""
-    return "from_single_file" if kind in OF_FILES else "from_pretrained"
-
-
-def classes_of(module: ModuleType) -> list[tuple[type, Kind]]:
-    """Return the classes of a module that have a method of their own to patch."""
-    kind, pattern = _CLASSES[module.__name__]
-    prefix = pattern.removesuffix("*")
-    return [
-        (found, kind)
-        for name, found in sorted(vars(module).items())
-        if (name.startswith(prefix) if pattern.endswith("*") else name == pattern)
-        and isinstance(found, type)
-        and found.__module__ == module.__name__
-        and isinstance(vars(found).get(method_of(kind)), classmethod)
-    ]
 
 
 class Options(NamedTuple):
@@ -59,12 +48,6 @@ class Options(NamedTuple):
     """Say on standard error how each call goes."""
 
 
-# Patches ------------------------------------------------------------------------------------------
-
-Router = Callable[["Patch", type, tuple[Any, ...], dict[str, Any]], Any]
-"""Gets the patch, the class that was asked, and the arguments; returns what the call returns."""
-
-
 class Patch:
     """Puts a method in front of a class's own that loads, at once and until `undo`.
 
@@ -73,24 +56,34 @@ class Patch:
     Args:
         owner: the class, which has the method of its own.
         kind: what the class loads.
-        route: answers the calls.
     """
 
-    def __init__(self, owner: type, kind: Kind, route: Router) -> None:
+    def __init__(self, owner: type, kind: Kind) -> None:
         self.owner = owner
         self.kind = kind
-        self.method = method_of(kind)
-        self.original: classmethod[Any, Any, Any] = _without_ended(vars(owner)[self.method])
-        """What was there: restored by `undo`."""
-        self._descriptor = classmethod(_method(self, self.original.__func__, route))
+        self.method = _method_of(kind)
+        self.original: classmethod[Any, Any, Any] = vars(owner)[self.method]
+        function = self.original.__func__
+        self.path_argument: str = inspect.unwrap(function).__code__.co_varnames[1]
+        """The name of the argument that says what to load."""
+
+        @functools.wraps(function)
+        def load(cls: type, *args: Any, **kwargs: Any) -> Any:
+            options = [*_open.values()][-1:]
+            if not options:  # another program's patch still calls this one
+                return self.call_original(cls, args, kwargs)
+            # Not at the top: it imports what a program may not want to wait for when it starts.
+            from shmload._redirecting.calls import answer
+
+            return answer(self, options[0], cls, args, kwargs)
+
+        self._descriptor: classmethod[Any, Any, Any] = classmethod(load)
         setattr(owner, self.method, self._descriptor)
 
     def undo(self) -> None:
         """Restore what was there. If another patch lies on top by now, that one stays."""
         if vars(self.owner).get(self.method) is self._descriptor:
             setattr(self.owner, self.method, self.original)
-        else:
-            _ended[id(self._descriptor)] = self
 
     def call_original(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what was there, for a class."""
@@ -98,48 +91,121 @@ class Patch:
 
     def answers(self, cls: type) -> bool:
         """Tell whether a class has no such method between itself and this patch."""
-        for each in cls.__mro__:
-            if self.method in vars(each):
-                return vars(each)[self.method] is self._descriptor
-        return False
-
-    @property
-    def is_on_library(self) -> bool:
-        """Whether what was there is the library's own code, and not another program's patch."""
-        return all(
-            str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0] in LIBRARIES
-            for function in layers(self.original.__func__)
-        )
-
-    @property
-    def path_argument(self) -> str:
-        """The name of the argument that says what to load."""
-        innermost = layers(self.original.__func__)[-1]
-        return str(innermost.__code__.co_varnames[1])
+        return inspect.getattr_static(cls, self.method) is self._descriptor
 
 
-# Patches that another program's patch has outlived. When that one goes, it may put them back.
-_ended: dict[int, Patch] = {}
+def _method_of(kind: Kind) -> str:
+    return "from_single_file" if kind in OF_FILES else "from_pretrained"
 
 
-def _without_ended(found: Any) -> Any:
-    """Return what lies behind a patch that was undone, or else what was found."""
-    while id(found) in _ended:
-        found = _ended[id(found)].original
-    return found
+def classes_of(module: ModuleType) -> list[tuple[type, Kind]]:
+    """Return the classes of a module whose own method is the library's and can be patched."""
+    kind, prefix = CLASSES[module.__name__]
+    return [
+        (found, kind)
+        for name, found in sorted(vars(module).items())
+        if name.startswith(prefix)
+        and isinstance(found, type)
+        and found.__module__ == module.__name__
+        and _is_of_library(vars(found).get(_method_of(kind)))
+    ]
 
 
-def _method(patch: Patch, function: Callable[..., Any], route: Router) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def load(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return route(patch, cls, args, kwargs)
+def _is_of_library(method: object) -> bool:
+    """Tell whether a method, with all that wraps it, is the library's and no program's patch."""
+    function: Any = method.__func__ if isinstance(method, classmethod) else None
+    while function is not None:
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if home.partition(".")[0] not in LIBRARIES:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return isinstance(method, classmethod)
 
-    return load
+
+# On and off ---------------------------------------------------------------------------------------
+
+_lock = add_lock()
+_open: dict[object, Options] = {}
+"""The open redirections by their keys; the last one counts."""
+_patches: dict[type, Patch] = {}
 
 
-def layers(function: Any) -> list[Any]:
-    """Return a function and those that it wraps, the outermost first."""
-    found = [function]
-    while (function := getattr(function, "__wrapped__", None)) is not None:
-        found.append(function)
-    return found
+def turn_on(key: object, options: Options, modules: Mapping[str, ModuleType]) -> None:
+    """Open a redirection; the first one patches.
+
+    Args:
+        key: names it, for `turn_off`.
+        options: how calls are redirected.
+        modules: imported ones that are not in `sys.modules`.
+    """
+    with _lock:
+        _open[key] = options
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+    for name in CLASSES:
+        module = sys.modules.get(name) or modules.get(name)
+        if module and getattr(module.__spec__, "_initializing", False):
+            module = importlib.import_module(name)  # waits for the thread that imports it
+        if module:
+            _patch(module)
+
+
+def turn_off(key: object) -> None:
+    """Close a redirection, if it is open; the last one restores what was patched."""
+    with _lock:
+        _open.pop(key, None)
+        if _open:
+            return
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+        while _patches:
+            _patches.popitem()[1].undo()
+
+
+def _patch(module: ModuleType) -> None:
+    try:
+        with _lock:
+            for owner, kind in classes_of(module) if _open else ():
+                if owner not in _patches:
+                    _patches[owner] = Patch(owner, kind)
+    except Exception:  # an import must not fail because of it
+        logger.warning("%s is not redirected", module.__name__, exc_info=True)
+
+
+class Finder:
+    """Stands first in `sys.meta_path`, lets the others find a module, and waits for its end.
+
+    Args:
+        names: of the modules.
+        loaded: is called with each module once it is executed. Must not raise.
+    """
+
+    def __init__(self, names: Collection[str], loaded: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._loaded = loaded
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the other finders find, with a loader that calls the function."""
+        if fullname not in self._names:
+            return None
+        for finder in list(sys.meta_path):
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Any) -> None:
+        """Have a loader, which is that of one module, call the function at its end."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._loaded(module)
+
+        loader.exec_module = exec_module
+
+
+_finder = Finder(CLASSES, _patch)

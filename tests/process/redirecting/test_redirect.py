@@ -1,7 +1,6 @@
 """`redirect`: when it is on, what it patches, and what happens where shmload cannot load."""
 
 import asyncio
-import inspect
 import logging
 import threading
 
@@ -13,7 +12,7 @@ import transformers
 from redirecting import assert_same
 
 import shmload
-from shmload._redirecting import calls, sources
+from shmload._redirecting import arguments, calls
 from shmload.errors import ArgumentError, SharedMemoryFull
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -33,17 +32,6 @@ _CLASSES = [
 
 def attributes():
     return [vars(cls)["from_pretrained"] for cls in _CLASSES]
-
-
-def looks(method):
-    return (
-        inspect.signature(method),
-        method.__doc__,
-        method.__name__,
-        method.__qualname__,
-        method.__module__,
-        inspect.getsource(inspect.unwrap(method)),
-    )
 
 
 # On and off ---------------------------------------------------------------------------------------
@@ -69,18 +57,11 @@ def test_last_one_restores_in_any_order():
     assert attributes() == before
 
 
-@pytest.mark.parametrize("cls", _CLASSES)
-def test_patched_methods_look_as_before(cls):
-    before = looks(cls.from_pretrained)
-    with shmload.redirect():
-        assert looks(cls.from_pretrained) == before
-        assert isinstance(vars(cls)["from_pretrained"], classmethod)
-
-
 def test_patch_of_another_program_survives(saved, ways, monkeypatch):
     source = str(saved("stable-diffusion"))
     seen = []
-    before = attributes()
+    before = vars(diffusers.DiffusionPipeline)["from_pretrained"]
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", before)  # in the end
     redirection = shmload.redirect()
     inner = diffusers.DiffusionPipeline.from_pretrained.__func__
 
@@ -88,22 +69,16 @@ def test_patch_of_another_program_survives(saved, ways, monkeypatch):
         seen.append(path)
         return inner(cls, path, **kwargs)
 
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(theirs))
+    diffusers.DiffusionPipeline.from_pretrained = classmethod(theirs)
     kept = vars(diffusers.DiffusionPipeline)["from_pretrained"]
     diffusers.StableDiffusionPipeline.from_pretrained(source)
     assert (seen, ways.taken) == ([source], ["library"])
     redirection.close()
     assert vars(diffusers.DiffusionPipeline)["from_pretrained"] is kept
     diffusers.StableDiffusionPipeline.from_pretrained(source)
-    assert (seen, ways.taken) == ([source] * 2, ["library"])
     with shmload.redirect():
         diffusers.StableDiffusionPipeline.from_pretrained(source)
     assert (seen, ways.taken) == ([source] * 3, ["library"] * 2)
-    monkeypatch.undo()  # puts the closed redirection's method there
-    with shmload.redirect():
-        diffusers.StableDiffusionPipeline.from_pretrained(source)
-    assert (seen, ways.taken) == ([source] * 3, ["library"] * 2 + ["shmload"])
-    assert attributes() == before
 
 
 def test_options_of_the_last_open_one_count(saved, capsys):
@@ -166,13 +141,6 @@ def test_own_loads_are_not_redirected(saved, ways):
         shmload.load_pipeline(source, dtype="bfloat16")
         shmload.load_model("UNet2DConditionModel", source, subfolder="unet")
     assert ways.lines == []
-
-
-def test_calls_inside_a_call_are_the_librarys(saved, ways):
-    source = str(saved("stable-diffusion"))
-    with shmload.redirect():
-        diffusers.DiffusionPipeline.from_pretrained(source, low_cpu_mem_usage=False)
-    assert ways.taken == ["library"]
 
 
 def test_own_method_calls_the_library(saved, ways):
@@ -293,8 +261,8 @@ def test_hub_id_is_redirected_if_the_cache_is_current(
     saved, hub_cache, ways, monkeypatch, commit, way
 ):
     hub_cache.add("me/model", saved("stable-diffusion"))
-    monkeypatch.setattr(sources, "is_offline", lambda: False)
-    monkeypatch.setattr(sources, "commit_on_hub", lambda repo_id, hub: commit)
+    monkeypatch.setattr(arguments, "is_offline", lambda: False)
+    monkeypatch.setattr(arguments, "commit_on_hub", lambda repo_id, hub: commit)
     assert_same(
         lambda: diffusers.DiffusionPipeline.from_pretrained("me/model", cache_dir=hub_cache.root),
         ways,

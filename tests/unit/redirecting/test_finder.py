@@ -7,7 +7,7 @@ from importlib.machinery import SourceFileLoader
 
 import pytest
 
-from shmload._redirecting.switch import Finder
+from shmload._redirecting.patches import Finder
 
 
 @pytest.fixture
