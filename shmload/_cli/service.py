@@ -1,25 +1,26 @@
 """The commands to a running service: `shmload status` and `shutdown`."""
 
-import contextlib
 import dataclasses
+import sys
 import time
-from collections.abc import Iterator
 
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_page, say
-from shmload._segments.models import Models, models
-from shmload._segments.users import PageLocks, page_locks
+from shmload._segments.models import models
+from shmload._segments.users import page_locks
 from shmload._service.notice import Status, end_service, require_service, service_status
+from shmload._tables import Page
 from shmload._templates import look
 from shmload._templates.place import PlaceUnsafe
 from shmload._wording import count_of, format_age, format_nbytes
+from shmload.errors import ServiceError
 
 _INTERVAL_S = 1.0
 
 
 @click.command("status")
-@click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
 @as_json_option
 def status_command(watch: bool, as_json: bool) -> None:
     """Show the status of the running service, and what is resident.
@@ -28,30 +29,58 @@ def status_command(watch: bool, as_json: bool) -> None:
     """
     if watch and as_json:
         raise click.UsageError("--watch and --json exclude each other")
-    if watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                click.clear()
-                _say_status(require_service())
-                time.sleep(_INTERVAL_S)
-    elif as_json:
+    if as_json:
         _print_status(service_status())
         require_service()
+    elif watch and sys.stdout.isatty():
+        _watch()
     else:
-        _say_status(require_service())
+        print_page(_page(require_service()))
+        while watch:
+            time.sleep(_INTERVAL_S)
+            print_page(_page(require_service()))
 
 
-def _say_status(found: Status) -> None:
+def _watch() -> None:
+    """Show the status in place, until Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                page = _page(require_service())
+            except ServiceError as exc:  # it may come back
+                page = Page((str(exc), "", *models().page().blocks))
+            live.update(page, refresh=True)
+            time.sleep(_INTERVAL_S)
+
+
+def _page(status: Status) -> Page:
+    """Return how a service is doing, and what is resident."""
     listed = models()
-    say(*status_lines(found, listed), *describe_page_locks(page_locks()))
-    for template in _templates():
-        programs = count_of(template.programs, "program")
-        memory = format_nbytes(template.memory_nbytes)
-        say(f"template   {template.name}: process {template.pid}, {template.state}, "
-                   f"{programs}, {memory}")  # fmt: skip
-    if listed or listed.decoding:
-        click.echo()
-        print_page(listed.page())
+    once = {info.name: info for model in listed for info in model.segments}.values()
+    resident, budget = map(format_nbytes, (sum(info.nbytes for info in once), status.budget_nbytes))
+    lines = [
+        f"service    process {status.pid}, up {format_age(time.time() - status.started_at)}",
+        f"resident   {resident} of {budget} in {count_of(len(once), 'segment')}, "
+        f"{sum(info.is_pinned for info in once)} pinned, "
+        f"{sum(info.is_leased for info in once)} in use",
+    ]
+    if status.to_preload:
+        failed = f", {status.failed_preloads} failed" if status.failed_preloads else ""
+        lines.append(f"preloaded  {status.preloaded} of {status.to_preload}{failed}")
+    lines += [
+        f"page locks {format_nbytes(each.nbytes)} for devices by process {each.pid}"
+        for each in page_locks().processes
+    ]
+    lines += [
+        f"template   {each.name}: process {each.pid}, {each.state}, "
+        f"{count_of(each.programs, 'program')}, {format_nbytes(each.memory_nbytes)}"
+        for each in _templates()
+    ]
+    return Page((*lines, "", *listed.page().blocks))
 
 
 def _print_status(status: Status | None) -> None:
@@ -82,28 +111,3 @@ def shutdown_command(as_json: bool) -> None:
         print_json("shutdown", pid=pid)
         return
     say(f"the service (process {pid}) ends")
-
-
-def describe_page_locks(found: PageLocks) -> Iterator[str]:
-    """Yield a line that says what processes pin for devices, if they do."""
-    if found.processes:
-        by_process = ", ".join(
-            f"{format_nbytes(each.nbytes)} by process {each.pid}" for each in found.processes
-        )
-        yield f"page locks {format_nbytes(found.nbytes)} for devices: {by_process}"
-
-
-def status_lines(status: Status, listed: Models) -> list[str]:
-    """Return how a service is doing, as the lines that `shmload status` prints first."""
-    once = {info.name: info for model in listed for info in model.segments}.values()
-    resident, budget = map(format_nbytes, (sum(info.nbytes for info in once), status.budget_nbytes))
-    lines = [
-        f"service    process {status.pid}, up {format_age(time.time() - status.started_at)}",
-        f"resident   {resident} of {budget} in {count_of(len(once), 'segment')}, "
-        f"{sum(info.is_pinned for info in once)} pinned, "
-        f"{sum(info.is_leased for info in once)} in use",
-    ]
-    if status.to_preload:
-        failed = f", {status.failed_preloads} failed" if status.failed_preloads else ""
-        lines.append(f"preloaded  {status.preloaded} of {status.to_preload}{failed}")
-    return lines
