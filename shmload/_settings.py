@@ -163,11 +163,6 @@ def relative_variables(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def given_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the settings that have a value, as `NAME=VALUE`."""
-    return [f"{name}={environment[name]}" for name in _KNOWN if environment.get(name)]
-
-
 def parse_nbytes(text: str) -> int:
     """Read a size in bytes, such as `40GiB`, `16e9` or `512 MB`.
 

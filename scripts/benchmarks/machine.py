@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 from shmload import __version__
-from shmload._host.procfs import huge_page_policy
 
 _PACKAGES = (
     "torch",
@@ -62,7 +61,11 @@ def _field(path: Path, name: str) -> str:
 
 
 def _chosen(name: str) -> str:
-    return huge_page_policy(Path("/sys/kernel/mm/transparent_hugepage", name)) or "unknown"
+    try:
+        policy = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
+    except OSError:
+        return "unknown"
+    return policy.partition("[")[2].partition("]")[0]
 
 
 def _commit() -> str:

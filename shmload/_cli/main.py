@@ -5,19 +5,17 @@ SIGTERM or SIGHUP.
 """
 
 import logging
-import os
 import sys
 from typing import Any
 
 import click
 
 import shmload
-from shmload._checkpoints.dtypes import dtype_by_component
 from shmload._cli import residents, serve, service, sources, templates, warm
-from shmload._cli.output import as_json_option, is_of_output, print_json, say
-from shmload._cli.sources import complete_paths
+from shmload._cli.output import as_json_option, is_of_output, print_json, print_page, say
+from shmload._cli.sources import complete_paths, dtype_option
 from shmload._loading import progress
-from shmload._wording import printing
+from shmload._tables import Cell, Page, Table
 from shmload.errors import ArgumentError, ShmloadError
 
 _INTERRUPTED = 130  # as a shell counts: 128 + SIGINT
@@ -53,53 +51,43 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(shmload.__version__, package_name="shmload")
 @click.option("-v", "--verbose", is_flag=True, help="Log each step.")
-@click.pass_context
-def main(context: click.Context, verbose: bool) -> None:
+def main(verbose: bool) -> None:
     """Load diffusion pipelines through shared memory."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        context.color = False
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s"
     )
     progress.logger.setLevel(logging.INFO)  # its lines stand in for a bar
 
 
-_COLORS = {"ok": "green", "warn": "yellow", "bad": "red"}
+_STYLES = {"ok": "green", "warn": "yellow", "bad": "bold"}
 
 
 @main.command()
 @click.argument("source", required=False, shell_complete=complete_paths)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    help="Judge the room by SOURCE in this dtype; as for `shmload warm`.",
-)
+@dtype_option
 @as_json_option
 @click.pass_context
-def doctor(
-    context: click.Context, source: str | None, dtypes: tuple[str, ...], as_json: bool
-) -> None:
-    """Check this machine, and SOURCE, for what slows loads down or makes them fail.
+def doctor(context: click.Context, source: str | None, dtype: object, as_json: bool) -> None:
+    """Check this machine for what makes loads fail or slow: nine checks, with a remedy for each.
 
-    Changes nothing. The exit code is 1 if a check is bad. SOURCE is a pipeline's or component's
-    directory, a safetensors file, or a hub id in the cache; 256 MiB of it are read,
-    and the room is judged by what `shmload warm SOURCE` would take.
+    With SOURCE, as for `shmload warm`, room is judged by what that would take. Changes nothing. The
+    exit code is 1 if a check is bad.
     """
-    from shmload._doctor.doctor import diagnose  # 50 ms, which no other command need wait for
+    from shmload._doctor import diagnose  # it reads much that no other command needs
 
-    findings = []
-    if dtypes and source is None:
+    if dtype and source is None:
         raise click.UsageError("--dtype needs a SOURCE")
-    for finding in diagnose(source, dtype_by_component(dtypes)):
-        findings.append(finding)
-        if not as_json:  # now: the next check may take seconds
-            state = click.style(f"{finding.state:4}", fg=_COLORS[finding.state])
-            click.echo(f"{state}  {finding.name:14}  {printing(finding.detail)}")
-            if finding.remedy:
-                click.echo(f"{'':22}{printing(finding.remedy)}")
+    findings = list(diagnose(source, dtype))
     if as_json:
         print_json("doctor", findings=findings)
+    else:
+        rows = [
+            (Cell(each.state, _STYLES[each.state]), each.name, each.detail) for each in findings
+        ]
+        remedies = [f"{each.name}: {each.remedy}" for each in findings if each.remedy]
+        if remedies:
+            remedies = ["", "What helps:", *remedies]
+        print_page(Page((Table(titles=("STATE", "CHECK", "FINDING"), rows=rows), *remedies)))
     if any(finding.state == "bad" for finding in findings):
         context.exit(1)
 

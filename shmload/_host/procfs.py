@@ -193,16 +193,6 @@ def _limited_groups(
                     yield each, limit, names[1], caches
 
 
-def huge_page_policy(
-    path: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-) -> str | None:
-    """Return the kernel's policy for huge pages in shared memory; None if it has none."""
-    try:
-        return path.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return None
-
-
 # Mappings -----------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ def test_unusable_shared_memory_is_one_sentence(checkpoint, how):
     assert done.returncode == 0, done.stderr
     assert "TRACEBACK" not in done.stdout
     assert f"/dev/shm cannot be used: {reason}" in done.stdout
-    assert "bad   shared memory" in done.stdout
+    assert "bad    shared memory" in done.stdout
 
 
 TRY = """

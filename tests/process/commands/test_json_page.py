@@ -10,10 +10,11 @@ from running_place import Running
 from warming import CHILD, begun
 
 import shmload
+from shmload import _doctor
 from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
-from shmload._doctor.checks import Finding
+from shmload._doctor import Finding
 from shmload._segments.eviction import Evicted
 from shmload._segments.models import UnfinishedModel
 from shmload._segments.users import PageLock, PageLocks, User
@@ -147,8 +148,7 @@ def test_answers_about_templates(page):
         place.close()
 
 
-def test_answer_of_the_doctor(ask):
-    findings = ask("doctor", "/no/such/model", expected=1)["findings"]
-    (source,) = (finding for finding in findings if finding["name"] == "source")
-    assert (source["state"], source["remedy"]) == ("bad", "ls -lL /no/such/model")
-    assert "no such file" in source["detail"]
+def test_answer_of_the_doctor(ask, monkeypatch):
+    monkeypatch.setattr(_doctor, "has_pidfds", lambda: False)
+    findings = ask("doctor", expected=1)["findings"]
+    assert {"kernel": "bad"}.items() <= {each["name"]: each["state"] for each in findings}.items()

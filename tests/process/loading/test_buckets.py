@@ -22,7 +22,6 @@ from shmload._checkpoints.formats import known
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._doctor.doctor import diagnose
 
 pytestmark = pytest.mark.libraries
 
@@ -136,16 +135,6 @@ def test_handle_loads_without_asking_for_the_list(server):
         server.asked.clear()
         assert handle.load().unet.dtype is torch.bfloat16
         assert not server.asked
-
-
-def test_doctor_names_the_objects(server):
-    found = {finding.name: finding for finding in diagnose(URL)}
-    assert "4 objects" in found["source"].detail
-    assert found["source"].state == "ok"
-    server.objects.clear()
-    found = {finding.name: finding for finding in diagnose(URL)}
-    assert found["source"].state == "bad"
-    assert found["source"].remedy == f"shmload plan {URL}"
 
 
 # Changes and troubles -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from shmload._host.procfs import (
     FileSystem,
     cgroup_free_nbytes,
     file_system,
-    huge_page_policy,
     is_remote,
     machine_free_nbytes,
     mapped_library,
@@ -147,13 +146,6 @@ def test_first_version_is_read_too(cgroups):
     assert cgroups.free == 160
     cgroups.add("box", 150, 100)
     assert cgroups.free == 50
-
-
-def test_huge_page_policy_is_the_word_in_brackets(tmp_path):
-    path = tmp_path / "shmem_enabled"
-    assert huge_page_policy(path) is None
-    path.write_text("always within_size advise [never] deny force\n")
-    assert huge_page_policy(path) == "never"
 
 
 # Mappings -----------------------------------------------------------------------------------------
