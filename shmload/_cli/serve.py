@@ -1,142 +1,83 @@
-"""The command `shmload serve`: its options, the service from start to end, and its log."""
+"""The command `shmload serve`: the service from start to end, its list, and its log."""
 
 import contextlib
-import datetime
-import itertools
-import json
 import logging
 import os
 import re
+import select
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import click
 
-from shmload._cli.source_list import ListedSource, read_list
-from shmload._cli.warming import preload
+from shmload._cli.warm import read_list
 from shmload._host.limits import allow_descriptors, allow_file_size
+from shmload._ipc import procs
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
 from shmload._service.keeper import Keeper, budget_warnings, default_budget, notify_systemd
-from shmload._settings import (
-    parse_budget,
-    relative_variables,
-    settings,
-    unknown_variables,
-)
+from shmload._settings import parse_budget, relative_variables, settings, unknown_variables
 from shmload._wording import count_of, format_nbytes, logger_of
-from shmload.errors import ArgumentError, ShmloadError
 
 logger = logger_of(__name__)
 
-LogFormat = Literal["text", "json"]
-
 _MAX_PORT = 65535
 _DESCRIPTORS = 1 << 12
-# A preloading child is given less to end.
-_JOIN_S = 10.0
+# How long a preloading child may take to end, in seconds, and how long the service waits for that.
+_END_TIMEOUT_S, _JOIN_S = 5.0, 10.0
+_STDERR = 2
 
 
-class _Read(click.ParamType[Any]):
-    """The value of an option, as a function reads it or refuses it with a `ValueError`."""
-
-    def __init__(self, name: str, read: Callable[[str], object]) -> None:
-        self.name = name
-        self._read = read
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> object:  # click's own signature
-        try:
-            return self._read(str(value))
-        except ValueError as exc:
-            self.fail(str(exc), param, ctx)
+def _parse_budget(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> int | None:
+    try:
+        return None if text is None else parse_budget(text)
+    except ValueError as exc:
+        raise click.BadParameter(str(exc)) from exc
 
 
-def _parse_address(text: str) -> tuple[str, int]:
+def _parse_address(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> tuple[str, int] | None:
+    if text is None:
+        return None
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*):([0-9]+)", text, re.ASCII)
     if not found or int(found[2]) > _MAX_PORT:
-        raise ValueError(f"{text!r} is none; write it like 127.0.0.1:9477 or [::1]:9477")
+        raise click.BadParameter(f"{text!r} is none; write it like 127.0.0.1:9477 or [::1]:9477")
     return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 
-class _PreloadList(click.Path):
-    name = "FILE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:  # click's own signature
-        path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        return _Read(self.name, lambda _: read_list(path)).convert(path, param, ctx)
-
-
-class _ServeCommand(click.Command):
-    """Logs wrong usage as JSON if that is the form of the log."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as exc:
-            pairs = {*words, *map("=".join, itertools.pairwise(words))}
-            if "--log-format=json" not in pairs:
-                raise
-            log_steps("json")
-            logger.error("%s", exc.format_message(), extra={"error": "ArgumentError"})
-            ctx.exit(2)
-
-
-@click.command("serve", cls=_ServeCommand)
+@click.command("serve")
 @click.option(
     "--budget",
-    type=_Read("SIZE", parse_budget),
+    metavar="SIZE",
+    callback=_parse_budget,
     help="Limit for resident segments, such as 40GiB. [SHMLOAD_BUDGET, else half of the memory]",
 )
 @click.option(
     "--preload",
-    "wanted",
-    type=_PreloadList(exists=True, dir_okay=False),
-    help="File of sources to warm at the start, one per line: SOURCE [DTYPE] [vae=float32 ...] "
-    "[pin | keep-for=2h] [variant=fp16 component=unet ...].",
+    "list_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of sources to warm at the start, one a line, as for `shmload warm --list`.",
 )
 @click.option(
     "--metrics",
-    type=_Read("HOST:PORT", _parse_address),
+    metavar="HOST:PORT",
+    callback=_parse_address,
     help="Serve metrics for Prometheus at this address.",
 )
-@click.option(
-    "--log-format",
-    type=click.Choice(get_args(LogFormat)),
-    default="text",
-    show_default=True,
-    help="How to log on stderr: lines for people, or one JSON object a line.",
-)
 def serve_command(
-    budget: int | None,
-    wanted: Sequence[ListedSource] | None,
-    metrics: tuple[str, int] | None,
-    log_format: LogFormat,
+    budget: int | None, list_path: Path | None, metrics: tuple[str, int] | None
 ) -> None:
     """Keep decoded weights resident within a budget, for all processes of this user.
 
     Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
     """
-    log_steps(log_format)
-    try:
-        _run(budget, wanted or (), metrics)
-    except ShmloadError as exc:
-        if log_format == "text":
-            raise  # printed as for any command
-        logger.error("%s", exc, extra={"error": type(exc).__name__})
-        sys.exit(2 if isinstance(exc, ArgumentError) else 1)
-
-
-def _run(
-    budget: int | None,
-    wanted: Sequence[ListedSource],
-    metrics: tuple[str, int] | None,
-) -> None:
-    """Run the service from its start to its end."""
+    lines = read_list(list_path) if list_path else []
+    _log_with_times()
     for warning in (*unknown_variables(os.environ), *relative_variables(os.environ)):
         logger.warning("%s", warning)
     remove_leftovers()
@@ -145,14 +86,14 @@ def _run(
     chosen = [given for given in (budget, settings().budget) if given is not None]
     budget_nbytes = chosen[0] if chosen else default_budget()
     with (
-        contextlib.closing(Keeper(budget_nbytes, len(wanted))) as keeper,
+        contextlib.closing(Keeper(budget_nbytes, len(lines))) as keeper,
         _ending_by_signals(keeper),
     ):
         for warning in budget_warnings(budget_nbytes, segments()):
             logger.warning("%s", warning)
         if metrics:
             _serve_metrics(*metrics, keeper)
-        preloading = threading.Thread(target=preload, args=(wanted, keeper), daemon=True)
+        preloading = threading.Thread(target=_preload, args=(lines, keeper), daemon=True)
         logger.info("serving, budget %s", format_nbytes(budget_nbytes))
         notify_systemd("READY=1")
         preloading.start()
@@ -161,6 +102,14 @@ def _run(
         preloading.join(_JOIN_S)
     remove_leftovers()  # parts of a preload that the end cut short
     logger.info("ended; %s", count_of(len(segments()), "segment stays", "segments stay"))
+
+
+def _log_with_times() -> None:
+    """Have the root logger's handlers write each step, with its time."""
+    logging.getLogger("shmload").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
 
 @contextlib.contextmanager
@@ -182,59 +131,32 @@ def _serve_metrics(host: str, port: int, keeper: Keeper) -> None:
     from shmload._service.gauges import serve_metrics
 
     port = serve_metrics(host, port, keeper)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-    logger.info("metrics at %s", url, extra={"url": url})
+    logger.info("metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, port)
 
 
-# Its log ------------------------------------------------------------------------------------------
-#
-#   {"time": "2026-11-22T10:05:00.123Z", "level": "INFO", "logger": "shmload._service.keeper",
-#    "message": "evicted …", "fields": {"segment": "…", "nbytes": 1024}}
-#
-# In JSON each line is one object of these five keys, whatever a message or a field holds.
+def _preload(lines: Sequence[Sequence[str]], keeper: Keeper) -> None:
+    """Warm one line of the list after the other; ends early when the service does.
 
-# What every record has. Libraries give every record attributes of their own, with names that begin
-# with an underscore. All others come from a call, with `extra=`, and are fields.
-_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-
-class JsonFormatter(logging.Formatter):
-    """Writes a record as one JSON object on one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line, without its end."""
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        fields = {
-            name: value
-            for name, value in vars(record).items()
-            if name not in _OF_EVERY_RECORD and not name.startswith("_")
-        }
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        line = {
-            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            "fields": fields,
-        }
-        return json.dumps(line, default=str)
-
-
-def log_steps(form: LogFormat) -> None:
-    """Have the root logger's handlers write what the service does, with times."""
-    logging.getLogger("shmload").setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(JsonFormatter() if form == "json" else text)
-    if form == "json":
-        # A traceback would be no JSON.
-        sys.excepthook = lambda _, exc, __: _log_uncaught("the process", exc)
-        threading.excepthook = lambda found: _log_uncaught(
-            "a thread", found.exc_value or found.exc_type()
-        )
-
-
-def _log_uncaught(what: str, exc: BaseException) -> None:
-    logger.critical("%s fails: %s", what, exc, exc_info=exc)
+    A child process warms each, so that the service never imports torch; what it says goes to the
+    service's standard error.
+    """
+    poll = select.poll()
+    poll.register(keeper.wake_fd, select.POLLIN)
+    for words in lines:
+        try:
+            child = procs.start("shmload", "--verbose", "warm", *words, stdout=_STDERR)
+        except OSError as exc:
+            logger.error("no process to warm %s: %s", " ".join(words), exc)
+            keeper.note_preloaded(is_resident=False)
+            continue
+        poll.register(child.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        poll.unregister(child.pidfd)
+        is_stopping = keeper.wake_fd in ready
+        how = child.end(_END_TIMEOUT_S, ask=is_stopping)
+        if is_stopping:
+            return
+        is_resident = child.process.returncode == 0
+        if not is_resident:
+            logger.error("cannot preload %s: its process ended (%s)", " ".join(words), how)
+        keeper.note_preloaded(is_resident=is_resident)

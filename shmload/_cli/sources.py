@@ -8,55 +8,9 @@ import click
 from click.shell_completion import CompletionItem
 
 import shmload
-from shmload._checkpoints.dtypes import AUTO, dtype_by_component, dtype_names
+from shmload._checkpoints.dtypes import AUTO, dtype_by_component, dtype_names, torch_names
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload.errors import DeviceMapMalformed
-
-SELECTING = {
-    "variant": "File variant, such as fp16.",
-    "component": "Only this component; repeatable.",
-    "subfolder": "Directory in the source to read instead of its root.",
-    "weight-name": "File to read in a directory of adapters, such as LoRAs; repeatable.",
-    "revision": "Branch, tag or commit of a hub id.",
-    "cache-dir": "Hub cache directory, if not the default.",
-}
-"""The options that select parts of a source, with their help."""
-_REPEATABLE = ("component", "weight-name")
-# What parameters are called where their options are not.
-_ARGUMENTS = {"component": "components", "dtype": "dtypes"}
-
-
-def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select parts of a source."""
-    command = click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        shell_complete=_complete_dtypes,
-        help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
-        "each checkpoint's own dtype.",
-    )(command)
-    for name, text in SELECTING.items():
-        argument = _ARGUMENTS.get(name, name.replace("-", "_"))
-        is_several = name in _REPEATABLE
-        command = click.option(f"--{name}", argument, multiple=is_several, help=text)(command)
-    return command
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return only the options that were given."""
-    return {name: value for name, value in options.items() if value}
-
-
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Return options, by the names of their parameters, as they stand on a command line."""
-    flags = {argument: name for name, argument in _ARGUMENTS.items()}
-    found: list[str] = []
-    for name, value in given(options).items():
-        flag = f"--{flags.get(name, name.replace('_', '-'))}"
-        several = value if isinstance(value, tuple) else (value,)
-        found += [flag if each is True else f"{flag}={each}" for each in several]
-    return found
 
 
 def complete_paths(
@@ -78,6 +32,49 @@ def _complete_dtypes(
     ]
 
 
+def _parse_dtypes(_context: click.Context, _option: click.Parameter, given: Any) -> object:
+    """Return what `dtype=` takes; an unknown name is an error before anything is loaded."""
+    return torch_names(dtype_by_component(given))
+
+
+source_argument = click.argument("source", shell_complete=complete_paths)
+dtype_option = click.option(
+    "--dtype",
+    multiple=True,
+    callback=_parse_dtypes,
+    shell_complete=_complete_dtypes,
+    help="Such as bfloat16, or COMPONENT=float32 for one component; repeatable. auto is "
+    "each checkpoint's own dtype.",
+)
+_OPTIONS = (
+    dtype_option,
+    click.option("--variant", help="File variant, such as fp16."),
+    click.option(
+        "--component", "components", multiple=True, help="Only this component; repeatable."
+    ),
+    click.option("--subfolder", help="Directory in the source to read instead of its root."),
+    click.option(
+        "--weight-name",
+        multiple=True,
+        help="File to read in a directory of adapters, such as LoRAs; repeatable.",
+    ),
+    click.option("--revision", help="Branch, tag or commit of a hub id."),
+    click.option("--cache-dir", help="Hub cache directory, if not the default."),
+)
+
+
+def source_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select parts of a source."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return only the options that were given."""
+    return {name: value for name, value in options.items() if value}
+
+
 def _parse_device_map(
     _context: click.Context, _option: click.Parameter, text: str | None
 ) -> object:
@@ -96,7 +93,7 @@ def _parse_device_map(
 
 
 @click.command("plan")
-@click.argument("source", shell_complete=complete_paths)
+@source_argument
 @source_options
 @click.option("--keep", is_flag=True, help="Plan for `warm` instead of `load_pipeline`.")
 @click.option(
@@ -111,27 +108,12 @@ def _parse_device_map(
     "if only a device map is given.",
 )
 @as_json_option
-def plan_command(
-    source: str,
-    dtypes: tuple[str, ...],
-    keep: bool,
-    inventory: str | None,
-    device_map: object,
-    as_json: bool,
-    **where: Any,
-) -> None:
+def plan_command(source: str, as_json: bool, **options: Any) -> None:
     """Show what loading SOURCE would do; reads headers only.
 
     With --inventory or --device-map, show on which device each module would be.
     """
-    found = shmload.plan(
-        source,
-        dtype=dtype_by_component(dtypes),
-        keep=keep,
-        inventory=inventory,
-        device_map=device_map,
-        **given(where),
-    )
+    found = shmload.plan(source, **given(options))
     if as_json:
         sums = {"decode_nbytes": found.decode_nbytes, "resident_nbytes": found.resident_nbytes}
         print_json("plan", plan=found, **sums)
@@ -140,34 +122,22 @@ def plan_command(
 
 
 @click.command("view")
-@click.argument("source", shell_complete=complete_paths)
+@source_argument
 @source_options
 @click.option("--dir", "directory", type=click.Path(), required=True, help="Where to make it.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.")
 @click.option("--verify", is_flag=True, help="Recompute the digests of all its segments.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @as_json_option
-def view_command(
-    source: str,
-    directory: str,
-    dtypes: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
-    **where: Any,
-) -> None:
+def view_command(source: str, directory: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Make a directory that looks like SOURCE, and whose weights lie in shared memory.
 
     Any program takes it as a path: `shmload view SOURCE --dtype bfloat16 --dir DIR`, then
     `python server.py --model DIR`. Its weights are pinned. To end that, remove the directory, and
     `shmload rm SOURCE`. After a restart, give the command again.
     """
-    made = shmload.view_directory(
-        source,
-        directory,
-        dtype=dtype_by_component(dtypes),
-        progress=False if quiet else None,
-        **given(where),
-    )
+    progress = False if quiet else None
+    made = shmload.view_directory(source, directory, progress=progress, **given(options))
     if as_json:
         print_json("view", directory=str(made))
     elif not quiet:

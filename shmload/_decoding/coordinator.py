@@ -292,7 +292,6 @@ class _Handout:
             type(error).__name__,
             f", {how}" if how else "",
             f" while it decoded {path}" if path else "",
-            extra={"error": type(error).__name__, "source": str(path), "how": how},
         )
         self._waiting.extendleft(reversed(tasks))
         for other in self._workers:

@@ -275,9 +275,8 @@ def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> 
     names = model_names(info.source for info in found if info.source)
     for info in gone:
         model = names.get(info.source, info.name)
-        said = {"segment": info.name, "source": info.source, "nbytes": info.nbytes, "model": model}
         size = format_nbytes(info.nbytes)
-        logger.info("evicted %s of %s: %s", size, model, info.source, extra=said)
+        logger.info("evicted %s of %s: %s", size, model, info.source)
 
 
 class Evicted(msgspec.Struct, frozen=True, kw_only=True):

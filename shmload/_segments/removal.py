@@ -227,9 +227,8 @@ def remove_expired() -> list[str]:
     names = model_names(filter(None, known.values()))
     for name in look.idle:
         source = known.get(name, "")
-        said = {"segment": name, "source": source, "model": names.get(source, name)}
-        what = f"{said['model']}: {source}" if source else name
-        logger.info("removed %s, which was idle for its time", what, extra=said)
+        what = f"{names.get(source, name)}: {source}" if source else name
+        logger.info("removed %s, which was idle for its time", what)
     return look.idle
 
 

@@ -31,7 +31,6 @@ _REFUSED = [
 _VERBS = [
     ("plan", "{weights}", "--dtype", "bfloat16"),
     ("warm", "{weights}", "--dtype", "bfloat16", "--pin"),
-    ("warm", "{weights}", "--dtype", "bfloat16", "--jobs", "2"),
     ("ls",),
     ("ls", "--long"),
     ("ls", "--json"),

@@ -12,7 +12,7 @@ from warming import SHM
 from watching import until
 
 import shmload
-from shmload._doctor.doctor import diagnose
+from shmload._doctor import diagnose
 from shmload._host.descriptors import try_lock
 from shmload._segments import names, removal, segment
 from shmload._segments.names import lock_name, try_turn
@@ -20,6 +20,7 @@ from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
 from shmload._segments.upkeep import find_garbage
 from shmload._service.keeper import Keeper
+from shmload._service.notice import require_service
 from shmload.errors import ArgumentError, SegmentNotFound, SegmentTimeout
 
 _HOUR_S = 3600
@@ -276,9 +277,11 @@ def test_service_removes_what_is_due(shards, evicts):
 
 def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path, command):
     listing = tmp_path / "preload"
-    listing.write_text(f"{shards[0]} bfloat16 pin\n{shards[1]} keep-for=2h bfloat16\n")
-    process = service("--preload", str(listing))
-    until(lambda: process.errors.count("preloaded") == 2)
+    listing.write_text(
+        f"{shards[0]} --dtype bfloat16 --pin\n{shards[1]} --keep-for 2h --dtype bfloat16\n"
+    )
+    service("--preload", str(listing))
+    until(lambda: require_service().preloaded == 2)
     found = {Path(info.source): info for info in shmload.segments()}
     assert found[shards[0]].is_pinned
     assert found[shards[1]].keep_for_s == 2 * _HOUR_S
