@@ -115,17 +115,21 @@ def _on_each_node(
     for node in wanted:
         report, error = None, None
         if node not in tasks:
-            error = NodeError(node, "it is not one of the nodes that are alive")
+            error = _node_error(node, "it is not one of the nodes that are alive")
         elif tasks[node] in late:
-            error = NodeError(node, f"not done after {timeout_s:g} s; raise timeout_s")
+            error = _node_error(node, f"not done after {timeout_s:g} s; raise timeout_s")
         else:
             try:
                 report, error = ray.get(tasks[node], timeout=_FETCH_TIMEOUT_S)
             except RayError as exc:  # it has died, or its task raised an error that is not ours
-                error = NodeError(node, str(exc).strip().rpartition("\n")[2])
+                error = _node_error(node, str(exc).strip().rpartition("\n")[2])
                 error.add_note(str(exc))
         reports.append(NodeReport(node, report, error))
     return reports
+
+
+def _node_error(node: str, reason: str) -> NodeError:
+    return NodeError(f"node {node[:12]}: {reason}", node_id=node)
 
 
 def _run(work: Callable[[], Any]) -> tuple[Any, ShmloadError | None]:

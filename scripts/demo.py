@@ -18,7 +18,7 @@ from typing import Any
 
 import shmload
 from shmload._wording import format_nbytes
-from shmload.errors import WorkerFailed
+from shmload.errors import WorkerError
 
 _CHILD_TIMEOUT_S = 600.0
 _WAYS = {
@@ -35,7 +35,7 @@ def run_demo(output: str = "demo-output") -> None:
         output: the directory that gets `image.png`; made if it is missing.
 
     Raises:
-        WorkerFailed: one of the ways failed.
+        WorkerError: one of the ways failed.
     """
     target = Path(output)
     target.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _run_child(way: str, source: Path, target: Path) -> dict[str, Any]:
         command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
     )
     if done.returncode:
-        error = WorkerFailed(f"the demonstration's process for {_WAYS[way]!r} failed")
+        error = WorkerError(f"the demonstration's process for {_WAYS[way]!r} failed")
         error.add_note(done.stderr[-4000:])
         raise error
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -102,7 +102,7 @@ def _print_results(results: dict[str, dict[str, Any]]) -> None:
             f"{format_nbytes(result['private_nbytes']):>16}"
         )
     if len({result["digest"] for result in results.values()}) != 1:
-        raise WorkerFailed("the three ways gave different weights; please report this")
+        raise WorkerError("the three ways gave different weights; please report this")
     print("\nall weights equal, byte for byte: yes")
     same_image = len({result["image"] for result in results.values()}) == 1
     print(f"all images equal: {'yes' if same_image else 'up to rounding'}")

@@ -23,10 +23,7 @@ from typing import Any, BinaryIO, Self
 from shmload._host.files import TEMPORARY_SUFFIX
 from shmload.errors import (
     ArgumentError,
-    DuplicateKey,
-    ResultsBusy,
-    ResultsInaccessible,
-    ResultsMismatch,
+    ResultsError,
 )
 from shmload.integrations.dataprep.crossing import dump_whole
 from shmload.integrations.dataprep.formats import require_format
@@ -67,9 +64,8 @@ class Folder:
 
     Raises:
         ArgumentError, LibraryMissing: an argument cannot work.
-        ResultsBusy: another job writes to the folder.
-        ResultsMismatch: its results were made with other facts.
-        ResultsInaccessible: the file system refuses it.
+        ResultsError: another job writes to the folder, its results were made with other facts, or
+            the file system refuses it.
     """
 
     def __init__(
@@ -92,7 +88,12 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self.path / FACTS, os.O_RDWR | os.O_CREAT, 0o666), "r+")
         except OSError as exc:
-            raise ResultsInaccessible(self.path, exc) from exc
+            raise ResultsError(
+                f"{self.path} cannot be written: {exc.strerror or exc}; see to its disk and "
+                "permissions, then run the job again: it does what is missing",
+                folder=str(self.path),
+                errno=exc.errno,
+            ) from exc
         try:
             self._lock()
             self._claim()
@@ -131,9 +132,9 @@ class Folder:
             on_skip: is called with the number of items of each shard that is done.
 
         Raises:
-            DuplicateKey: two items have the same key.
+            ArgumentError: two items have the same key.
             ArgumentError: a key is no text.
-            ResultsMismatch: the folder has results of other items.
+            ResultsError: the folder has results of other items.
         """
         numbered = enumerate(items)
         while part := list(islice(numbered, self._size)):
@@ -155,7 +156,7 @@ class Folder:
                 self.report.failed += len(errors)
                 on_skip(len(part))
         if self._path(self.report.shards).with_suffix(".json").exists():
-            raise ResultsMismatch(self.path, f"it has more than these {self.report.items} items")
+            raise self._mismatch(f"it has more than these {self.report.items} items")
 
     def finish(self) -> Report:
         """Write the index, once all shards are done."""
@@ -184,8 +185,19 @@ class Folder:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
                 if time.monotonic() > deadline:
-                    raise ResultsBusy(self.path) from exc
+                    raise ResultsError(
+                        f"another job writes to {self.path}; wait for its end, or give another "
+                        "folder",
+                        folder=str(self.path),
+                    ) from exc
             time.sleep(0.02)
+
+    def _mismatch(self, reason: str) -> ResultsError:
+        return ResultsError(
+            f"{self.path} has the results of another job: {reason}; give another folder, or the "
+            "items and facts of before. Nothing was changed",
+            folder=str(self.path),
+        )
 
     def _claim(self) -> None:
         """Compare the facts with those of the folder, or write them if it has no results."""
@@ -197,7 +209,7 @@ class Folder:
             if names:
                 name = names[0][0]
                 was, now = there.get(name), self._facts.get(name)
-                raise ResultsMismatch(self.path, f"its {name} is {was!r}, and now {now!r}")
+                raise self._mismatch(f"its {name} is {was!r}, and now {now!r}")
         else:
             self._file.truncate()
             json.dump(self._facts, self._file, indent=1, sort_keys=True)
@@ -211,7 +223,11 @@ class Folder:
             raise ArgumentError(f"the key of item {number} is {name!r}; give text that UTF-8 has")
         digest = _digest(name)  # 16 bytes, however long the key is
         if digest in self._keys:
-            raise DuplicateKey(name, number)
+            raise ArgumentError(
+                f"item {number} has the key {name!r}, as an item before it; give each its own",
+                key=name,
+                index=number,
+            )
         self._keys.add(digest)
         return name
 
@@ -224,7 +240,7 @@ class Folder:
             return None
         there: list[str] = listed["keys"]
         if there != keys[: len(there)]:
-            raise ResultsMismatch(self.path, f"{path.name} lists other items")
+            raise self._mismatch(f"{path.name} lists other items")
         is_whole = listed["facts"] == self._digest and len(there) == len(keys)
         errors: dict[str, str] = listed["errors"]
         return errors if is_whole else None

@@ -13,7 +13,7 @@ from shmload.errors import ArgumentError, ItemFailed, JobError
 from shmload.integrations.dataprep.bar import Bar
 from shmload.integrations.dataprep.crossing import describe_error, dump_whole, load
 from shmload.integrations.dataprep.folder import Folder, Report
-from shmload.integrations.dataprep.pool import Outcome, Pool, Task, Work
+from shmload.integrations.dataprep.pool import Outcome, Pool, Task, Work, item_failed
 from shmload.integrations.dataprep.prepared import Setup
 from shmload.integrations.dataprep.runner import Caller, Function
 from shmload.integrations.dataprep.shards import Row, perform
@@ -131,9 +131,9 @@ class Job:
             Results; their tensors are on the CPU.
 
         Raises:
-            ItemFailed: the function raised an error, which is its `__cause__`.
-            ItemKilled: three processes have ended at the item.
-            JobFailed: the processes keep ending before they can work.
+            ItemFailed: the function raised an error, which is its `__cause__`; or three processes
+                have ended at the item.
+            JobError: the processes keep ending before they can work.
             ShmloadError: the pipeline cannot be loaded.
         """
         _check(items, errors)
@@ -199,8 +199,8 @@ class Job:
             progress: as for `map`.
 
         Raises:
-            ItemFailed, JobFailed, ShmloadError: as `map`; shards that are done stay.
-            DuplicateKey: two items have the same key.
+            ItemFailed, JobError, ShmloadError: as `map`; shards that are done stay.
+            ArgumentError: two items have the same key.
             ResultsError: the folder is another job's, or has other results, or cannot be written.
         """
         _check(items, errors)
@@ -261,7 +261,7 @@ def _close(pool: Pool, handle: Handle | None) -> None:
 def _item_error(number: int, item: object, error: BaseException) -> ItemFailed:
     if isinstance(error, ItemFailed):
         return error
-    failed = ItemFailed(number, item, describe_error(error))
+    failed = item_failed(number, item, describe_error(error))
     failed.__cause__ = error
     return failed
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shmload._host.changes import forks_wait
 from shmload._ipc.procs import die_with_parent, how_it_ended
-from shmload.errors import JobFailed
+from shmload.errors import JobError
 from shmload.integrations.dataprep.prepared import SETUP, Setup
 
 _PRELOAD = f"{__package__}.preload"
@@ -86,12 +86,12 @@ class Process(context.ForkServerProcess):
             on_wait: is called now and then while the fork server is not ready; may raise an error.
 
         Raises:
-            JobFailed: the fork server has ended.
+            JobError: the fork server has ended.
         """
         try:
             self._popen = _Popen(self, on_wait)
         except (EOFError, OSError) as exc:
-            raise JobFailed(
+            raise JobError(
                 f"the fork server of the job has ended ({exc}); what it printed says why, or dmesg "
                 "if the kernel ran out of memory"
             ) from exc

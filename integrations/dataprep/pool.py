@@ -8,15 +8,16 @@ import contextlib
 import functools
 import os
 import pickle
+import reprlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from shmload.errors import ArgumentError, ItemKilled, JobFailed
+from shmload.errors import ArgumentError, ItemFailed, JobError
 from shmload.integrations.dataprep.bar import Bar
 from shmload.integrations.dataprep.crossing import Channel, Part, load
 from shmload.integrations.dataprep.launch import ForkServer, Process
@@ -30,6 +31,9 @@ _STUCK_S = 60
 """A process that is in the middle of a message for so long counts as ended."""
 _START_TIMEOUT_S = 3600.0
 _LOOK_S = 1.0
+# Enough of an item to recognize it, such as a path.
+_ITEM = reprlib.Repr()
+_ITEM.maxstring = _ITEM.maxother = 200
 
 
 @dataclass
@@ -46,14 +50,26 @@ class Task:
     killed: dict[int, str] = field(default_factory=dict)
     """Errors of these items, by number; empty if the item is to be done again."""
 
-    def note_end(self, row: Row, how: str) -> ItemKilled | None:
+    def note_end(self, row: Row, how: str) -> ItemFailed | None:
         """Note that a process has ended at an item; return an error if that is given up."""
         endings = self.endings.setdefault(row.number, [])
         endings.append(how)
         item = row.key if self.shard else self.item
-        error = ItemKilled(row.number, item, endings) if len(endings) == _ATTEMPTS else None
+        error = None
+        if len(endings) == _ATTEMPTS:
+            hint = ""
+            if "SIGKILL" in endings:
+                hint = "; perhaps the kernel ran out of memory, see dmesg"
+            reason = f"{len(endings)} processes ended at it ({', '.join(endings)}){hint}"
+            error = item_failed(row.number, item, reason, endings)
         self.killed[row.number] = error.reason if error else ""
         return error
+
+
+def item_failed(index: int, item: object, reason: str, endings: Sequence[str] = ()) -> ItemFailed:
+    """Return the error of an item; see `ItemFailed`."""
+    text = f"item {index}, {_ITEM.repr(item)}: {reason}"
+    return ItemFailed(text, index=index, item=item, reason=reason, endings=tuple(endings))
 
 
 class Outcome(NamedTuple):
@@ -157,7 +173,7 @@ class Pool:
 
         Raises:
             ArgumentError: the job is closed, at another map, or belongs to another process.
-            JobFailed: the processes keep ending before they can work.
+            JobError: the processes keep ending before they can work.
             Exception: the pipeline cannot be loaded, or not moved to its device.
         """
         if (owner := self._server.setup.owner) != os.getpid():
@@ -205,7 +221,7 @@ class Pool:
         """Look after the fork server, which prepares itself."""
         bar.look(False)
         if time.monotonic() - began > _START_TIMEOUT_S:
-            raise JobFailed(f"the pipeline was not loaded within {_START_TIMEOUT_S:g} s")
+            raise JobError(f"the pipeline was not loaded within {_START_TIMEOUT_S:g} s")
 
     def _wait(self, bar: Bar) -> Iterator[tuple[_Runner, bool]]:
         """Yield the processes that have news, and whether that is a message."""
@@ -227,7 +243,7 @@ class Pool:
         """Take a process's message, or its end; return what has become of its task, if it is over.
 
         Raises:
-            JobFailed, Exception: as `run`.
+            JobError, Exception: as `run`.
         """
         if is_readable:
             with contextlib.suppress(EOFError, OSError):
@@ -246,7 +262,7 @@ class Pool:
         else:
             self._failed_starts += 1
             if self._failed_starts == _ATTEMPTS:
-                raise JobFailed(f"{_ATTEMPTS} processes ended before they could work; {how}")
+                raise JobError(f"{_ATTEMPTS} processes ended before they could work; {how}")
         self._again.append(task)
         return None
 

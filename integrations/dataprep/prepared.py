@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from shmload._ipc.procs import die_with_parent
-from shmload.errors import JobFailed
+from shmload.errors import JobError
 from shmload.integrations.handles import Handle
 
 SETUP = "SHMLOAD_JOB_SETUP"
@@ -81,7 +81,7 @@ def _prepare(setup: Setup) -> tuple[Any, Exception | None]:
         for module in setup.preload:
             importlib.import_module(module)
         if os.getppid() == setup.owner and (left := _count_other_threads()):
-            raise JobFailed(
+            raise JobError(
                 f"loading the pipeline, or a module to preload, has left {left} threads running, "
                 "and a process with threads cannot be forked; preload fewer modules, or use "
                 "processes of your own with a shmload.Handle"

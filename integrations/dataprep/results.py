@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from shmload.errors import ResultsError, ResultsInaccessible, ResultsUnfinished
+from shmload.errors import ResultsError
 from shmload.integrations.dataprep.folder import FACTS, INDEX
 
 _OPEN_SHARDS = 64
@@ -28,7 +28,7 @@ class Results(Sequence[Any]):
         errors: why the others have none, by key.
 
     Raises:
-        ResultsUnfinished: there is no index; the job has not ended.
+        ResultsError: there is no index; the job has not ended.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -44,7 +44,10 @@ class Results(Sequence[Any]):
                     else:
                         self._shards[line["key"]] = line["shard"]
         except FileNotFoundError as exc:
-            raise ResultsUnfinished(self.folder) from exc
+            raise ResultsError(
+                f"{self.folder} has no index of results; run the job that writes it to its end",
+                folder=str(self.folder),
+            ) from exc
         self.keys = list(self._shards)
 
     def __len__(self) -> int:
@@ -59,8 +62,8 @@ class Results(Sequence[Any]):
         Raises:
             KeyError: no item has that key, or it failed.
             IndexError: there is no such place.
-            ResultsInaccessible: its shard is gone or damaged.
-            ResultsError: the folder has another format than safetensors.
+            ResultsError: its shard is gone or damaged, or the folder has another format than
+                safetensors.
         """
         if isinstance(item, slice):
             return [self[key] for key in self.keys[item]]
@@ -71,13 +74,17 @@ class Results(Sequence[Any]):
         if self._format != "safetensors":
             raise ResultsError(
                 f"{self.folder} has the format {self._format}; read its shards with that library, "
-                "as docs/dataprep.md shows"
+                "as docs/dataprep.md shows",
+                folder=str(self.folder),
             )
         try:
             shard, names = _opened(path, path.stat().st_mtime_ns)
             return {name.rpartition("/")[2]: shard.get_tensor(name) for name in names.get(key, ())}
         except Exception as exc:
-            raise ResultsInaccessible(path, exc) from exc
+            raise ResultsError(
+                f"{path} cannot be read: {exc}; run the job again: it does what is missing",
+                folder=str(self.folder),
+            ) from exc
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder,)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from shmload._host.files import replacing
 from shmload._wording import encodable
-from shmload.errors import JobFailed, ResultsInaccessible
+from shmload.errors import JobError, ResultsError
 from shmload.integrations.dataprep.crossing import describe_error, load
 from shmload.integrations.dataprep.formats import FORMATS, Arrays, arrays_of
 
@@ -57,8 +57,8 @@ def write_shard(
         call: computes an item.
 
     Raises:
-        ResultsInaccessible: the file system refuses the files.
-        JobFailed: the format's library refuses the results.
+        ResultsError: the file system refuses the files.
+        JobError: the format's library refuses the results.
         Exception: what the function raises, if the shard `raises`.
     """
     results: dict[int, Arrays] = {}
@@ -77,11 +77,11 @@ def write_shard(
     suffix, _, write = FORMATS[shard.format]
     try:
         write_whole(shard.path + suffix, lambda file: write(file, stored))
-    except ResultsInaccessible:
+    except ResultsError:
         raise
     except Exception as exc:
         reason = describe_error(exc)
-        raise JobFailed(f"{shard.path}{suffix} cannot be written: {reason}") from exc
+        raise JobError(f"{shard.path}{suffix} cannot be written: {reason}") from exc
     listed = {"facts": shard.facts, "keys": [row.key for row in rows], "errors": failed}
     write_whole(shard.path + ".json", lambda file: file.write(json.dumps(listed).encode()))
     return failed
@@ -116,10 +116,15 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file whole or not at all; return once it and its name survive a loss of power.
 
     Raises:
-        ResultsInaccessible: the file system refuses it.
+        ResultsError: the file system refuses it.
     """
     try:
         with replacing(path, durable=True) as file:
             write(file)
     except OSError as exc:
-        raise ResultsInaccessible(path, exc) from exc
+        raise ResultsError(
+            f"{path} cannot be written: {exc.strerror or exc}; see to its disk and permissions, "
+            "then run the job again: it does what is missing",
+            folder=str(path),
+            errno=exc.errno,
+        ) from exc

@@ -12,7 +12,7 @@ from shmload._tables import Page, Table
 from shmload._templates import look, place
 from shmload._templates.command import main as run_program
 from shmload._wording import count_of, format_nbytes
-from shmload.errors import TemplateUnavailable
+from shmload.errors import ShmloadError
 
 
 @click.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -33,7 +33,10 @@ def _told(name: str = "default") -> Iterator[None]:
     try:
         yield
     except (look.NotStarted, place.PlaceUnsafe, OSError) as exc:
-        raise TemplateUnavailable(name, str(exc)) from exc
+        raise ShmloadError(
+            f"the template {name} cannot be started: {exc}; programs under `shmload run` start in "
+            "the ordinary way"
+        ) from exc
 
 
 @template_group.command("ls")

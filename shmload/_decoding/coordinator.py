@@ -33,9 +33,7 @@ from shmload.errors import (
     ProtocolError,
     ShardChanged,
     ShmloadError,
-    WorkerDied,
-    WorkerFailed,
-    WorkerStalled,
+    WorkerError,
 )
 from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker
 
@@ -180,8 +178,8 @@ class _Handout:
     def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
         try:
             messages = [] if died else list(worker.receive())
-        except (ProtocolError, WorkerFailed, OSError) as exc:
-            self._replace(worker, WorkerFailed(f"a worker broke the protocol: {exc}"))
+        except (ProtocolError, WorkerError, OSError) as exc:
+            self._replace(worker, WorkerError(f"a worker broke the protocol: {exc}"))
             return
         for message in messages:
             self._take(worker, message)
@@ -196,7 +194,9 @@ class _Handout:
                 self._replace(worker, error, how)
                 return
             path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
-            self._replace(worker, WorkerDied(path, how), how)
+            hint = "; perhaps the kernel ran out of memory, see dmesg" if how == "SIGKILL" else ""
+            text = f"a worker died ({how}) while it decoded {path}, twice{hint}"
+            self._replace(worker, WorkerError(text, path=path, how=how), how)
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
@@ -254,12 +254,16 @@ class _Handout:
         for worker in list(self._workers):
             if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
                 worker.close()
-                raise WorkerFailed(f"a worker was not ready in {settings().start_timeout_s:g} s")
+                raise WorkerError(f"a worker was not ready in {settings().start_timeout_s:g} s")
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
             if worker.tasks and is_silent and not worker.has_news():
                 path = self._jobs[worker.tasks[0].shard].path
-                self._replace(worker, WorkerStalled(path, self._stall_timeout_s))
+                text = (
+                    f"no progress on {path} in {self._stall_timeout_s:g} s, twice; check the disk "
+                    "it is on or raise SHMLOAD_STALL_TIMEOUT_S"
+                )
+                self._replace(worker, WorkerError(text, path=path))
 
     def _replace(self, worker: WorkerProcess, error: ShmloadError, how: str = "") -> None:
         """Replace a broken worker, or raise `error` if its piece was tried before.

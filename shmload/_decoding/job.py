@@ -15,7 +15,7 @@ from shmload.errors import (
     ShardUnreadable,
     SharedMemoryFull,
     ShmloadError,
-    WorkerFailed,
+    WorkerError,
 )
 from shmload.workers.messages import Reason
 
@@ -119,6 +119,7 @@ def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError
         case Reason.NO_MEMORY:
             return no_memory(job.path)
         case Reason.INTERNAL:
-            error = WorkerFailed(f"a worker failed while it decoded {job.path}; please report this")
+            text = f"a worker failed while it decoded {job.path}; please report this"
+            error = WorkerError(text, path=job.path)
             error.add_note(detail)
             return error

@@ -15,7 +15,7 @@ from shmload._host.limits import process_refused, says_no_memory
 from shmload._ipc import procs
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
-from shmload.errors import ProtocolError, WorkerFailed
+from shmload.errors import ProtocolError, WorkerError
 from shmload.workers.messages import (
     VERSION,
     Close,
@@ -58,7 +58,7 @@ class WorkerProcess:
             refused = process_refused("a worker process", exc)
             if refused:
                 raise refused from exc
-            raise WorkerFailed(
+            raise WorkerError(
                 f"a worker could not be started: {exc}; sys.executable must be a Python "
                 "interpreter, with processes, memory and descriptors to spare"
             ) from exc
@@ -102,7 +102,7 @@ class WorkerProcess:
         Raises:
             ProtocolError: a frame is no message, or an answer is for a piece that the worker does
                 not have.
-            WorkerFailed: the worker has another version.
+            WorkerError: the worker has another version.
         """
         self._inbox.receive()
         while (frame := self._inbox.next_frame()) is not None:
@@ -111,7 +111,7 @@ class WorkerProcess:
             match message:
                 case Ready(version):
                     if version != VERSION:
-                        raise WorkerFailed(f"the worker speaks version {version}, not {VERSION}")
+                        raise WorkerError(f"the worker speaks version {version}, not {VERSION}")
                     self.is_ready = True
                 case Filled(shard, piece) | Failed(shard, piece):
                     if not self.tasks or self.tasks[0][:2] != (shard, piece):
@@ -124,9 +124,9 @@ class WorkerProcess:
         """Whether its last output says so; a library may end the process then."""
         return says_no_memory(self.child.output())
 
-    def start_failure(self) -> WorkerFailed:
+    def start_failure(self) -> WorkerError:
         """Return the error for a child that ended before it was ready."""
-        error = WorkerFailed(
+        error = WorkerError(
             f"a worker could not start ({self.child.how_it_ended()}): run "
             f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
         )

@@ -17,7 +17,18 @@ _Path = str | PathLike[str]
 
 
 class ShmloadError(Exception):
-    """The base of every error in this package."""
+    """The base of every error in this package.
+
+    Args:
+        text: what happened, to which file or segment, and what to do.
+        facts: become attributes of these names.
+    """
+
+    errno: int | None = None
+
+    def __init__(self, text: str = "", **facts: object) -> None:
+        super().__init__(text)
+        vars(self).update(facts)
 
     def __str__(self) -> str:
         # OSError would put the errno in front, and KeyError would quote the text.
@@ -25,8 +36,7 @@ class ShmloadError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `args` is not what `__init__` takes, so the parts are restored without calling it.
-        state = self.__dict__ | ({"errno": self.errno} if isinstance(self, OSError) else {})
-        return _rebuild, (type(self), self.args), state
+        return _rebuild, (type(self), self.args), self.__dict__
 
 
 def _rebuild(kind: type[ShmloadError], args: tuple[Any, ...]) -> ShmloadError:

@@ -107,6 +107,6 @@ def test_pipeline_whose_worker_is_killed_once(saved, workers_that):
 @pytest.mark.parametrize("keep", [False, True])
 def test_pipeline_whose_workers_are_killed(saved, workers_that, shm_names, keep):
     starts = workers_that(DIE)
-    refusal(shmload.load_pipeline, saved("flux"), shmload.WorkerDied, "SIGKILL", keep=keep)
+    refusal(shmload.load_pipeline, saved("flux"), shmload.WorkerError, "SIGKILL", keep=keep)
     assert starts() == 2
     assert shm_names() == []

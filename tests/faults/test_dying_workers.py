@@ -36,7 +36,7 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
     assert 2 <= starts() <= workers + 1
     (line,) = caplog.messages
     assert line == (
-        f"a worker was lost (WorkerDied, SIGKILL) while it decoded {checkpoint}; its pieces go to "
+        f"a worker was lost (WorkerError, SIGKILL) while it decoded {checkpoint}; its pieces go to "
         "another"
     )
 
@@ -117,21 +117,21 @@ def test_piece_that_loses_two_workers_is_an_error_even_if_others_are_filled(
         """,
         workers=2,
     )
-    refusal(state_dict, path, shmload.WorkerDied, "SIGKILL")
+    refusal(state_dict, path, shmload.WorkerError, "SIGKILL")
     assert 2 <= starts() <= 3
 
 
 @decoding_door
 def test_worker_killed_twice_is_an_error(checkpoint, workers_that, door):
     starts = workers_that(DIE)
-    error = refusal(door, checkpoint, shmload.WorkerDied, checkpoint, "SIGKILL", "dmesg")
+    error = refusal(door, checkpoint, shmload.WorkerError, checkpoint, "SIGKILL", "dmesg")
     assert starts() == 2
     assert error.path == checkpoint
 
 
 def test_worker_that_exits_in_the_middle_says_its_code(checkpoint, workers_that):
     workers_that("harm_when_writing(lambda: os._exit(7))")
-    refusal(state_dict, checkpoint, shmload.WorkerDied, "exit code 7")
+    refusal(state_dict, checkpoint, shmload.WorkerError, "exit code 7")
 
 
 def test_stopped_worker_is_replaced(checkpoint, workers_that):
@@ -144,14 +144,14 @@ def test_stopped_worker_is_replaced(checkpoint, workers_that):
 @decoding_door
 def test_worker_stopped_twice_is_an_error(checkpoint, workers_that, door):
     starts = workers_that(STOP, stall_timeout_s=1)
-    refusal(door, checkpoint, shmload.WorkerStalled, checkpoint, " 1 s", "SHMLOAD_STALL_TIMEOUT_S")
+    refusal(door, checkpoint, shmload.WorkerError, checkpoint, " 1 s", "SHMLOAD_STALL_TIMEOUT_S")
     assert starts() == 2
 
 
 @decoding_door
 def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that, door):
     starts = workers_that("print('my last words', file=sys.stderr); sys.exit(3)")
-    error = refusal(door, checkpoint, shmload.WorkerFailed, "exit code 3", "-P")
+    error = refusal(door, checkpoint, shmload.WorkerError, "exit code 3", "-P")
     assert starts() == 1
     assert error.__notes__ == ["its output: my last words"]
 
@@ -160,15 +160,13 @@ def test_worker_killed_while_it_starts_is_replaced(checkpoint, workers_that, cap
     starts = workers_that("is_first() and os.kill(os.getpid(), signal.SIGKILL)")
     assert_right(checkpoint)
     assert starts() == 2
-    assert caplog.messages == [
-        "a worker was lost (WorkerFailed, SIGKILL); its pieces go to another"
-    ]
+    assert caplog.messages == ["a worker was lost (WorkerError, SIGKILL); its pieces go to another"]
 
 
 @decoding_door
 def test_worker_killed_each_time_it_starts_is_an_error(checkpoint, workers_that, door):
     starts = workers_that("os.kill(os.getpid(), signal.SIGKILL)")
-    refusal(door, checkpoint, shmload.WorkerFailed, "SIGKILL")
+    refusal(door, checkpoint, shmload.WorkerError, "SIGKILL")
     assert starts() == 2
 
 
@@ -177,18 +175,18 @@ def test_interpreter_that_cannot_be_run(checkpoint, monkeypatch, configure, tmp_
     configure(inline_nbytes=0)
     broken = tmp_path / "nothing" if kind == "missing" else checkpoint
     monkeypatch.setattr(sys, "executable", str(broken))
-    refusal(state_dict, checkpoint, shmload.WorkerFailed, broken)
+    refusal(state_dict, checkpoint, shmload.WorkerError, broken)
 
 
 def test_worker_that_never_gets_ready(checkpoint, workers_that):
     starts = workers_that("signal.pause()", start_timeout_s=0.5)
-    refusal(state_dict, checkpoint, shmload.WorkerFailed, "not ready in 0.5 s")
+    refusal(state_dict, checkpoint, shmload.WorkerError, "not ready in 0.5 s")
     assert starts() == 1
 
 
 def test_worker_that_fails_says_where(checkpoint, workers_that):
     workers_that("harm_when_writing(lambda: 1 / 0)")
-    error = refusal(state_dict, checkpoint, shmload.WorkerFailed, checkpoint)
+    error = refusal(state_dict, checkpoint, shmload.WorkerError, checkpoint)
     assert "ZeroDivisionError" in error.__notes__[0]
 
 
@@ -253,7 +251,7 @@ def test_worker_that_dies_before_its_first_piece(
     if how_often == "once":
         assert_right(checkpoint)
     else:
-        refusal(state_dict, checkpoint, shmload.WorkerDied, "exit code 5")
+        refusal(state_dict, checkpoint, shmload.WorkerError, "exit code 5")
     assert starts() == 2
 
 

@@ -106,7 +106,7 @@ def test_worker_that_is_lost_is_replaced(large, workers_that, harm):
 def test_worker_that_is_killed_each_time_is_an_error(large, workers_that, shm_names):
     workers_that(DIE)
     device = LateDevice()
-    with pytest.raises(shmload.WorkerDied, match="SIGKILL"):
+    with pytest.raises(shmload.WorkerError, match="SIGKILL"):
         stream(large, device)
     assert device.pending == 0
     assert not device.registered

@@ -171,7 +171,7 @@ def test_workers_killed_at_their_third_read(large, inject, configure, shm_names)
     configure(inline_nbytes=0, workers=1)
     process = inject(large, READS, "signal=SIGKILL:when=3", large)
     answer = process.expect("REFUSED")
-    assert answer.startswith("WorkerDied ")
+    assert answer.startswith("WorkerError ")
     assert "SIGKILL" in answer
     assert process.wait() == 0
     assert shm_names() == []

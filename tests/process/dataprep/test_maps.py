@@ -192,9 +192,9 @@ def test_item_at_which_three_processes_die_is_named(job):
     made = job()
     found = list(made.map(die, range(6), errors="pass"))
     assert found[:3] + found[4:] == [0, 1, 2, 4, 5]
-    assert isinstance(found[3], shmload.ItemKilled)
+    assert isinstance(found[3], shmload.ItemFailed)
     assert found[3].endings == ("exit code 9",) * 3
-    with pytest.raises(shmload.ItemKilled, match=r"^item 3, 3: 3 processes ended at it"):
+    with pytest.raises(shmload.ItemFailed, match=r"^item 3, 3: 3 processes ended at it"):
         list(made.map(die, range(6)))
 
 
@@ -231,7 +231,7 @@ def test_fork_server_that_dies_is_replaced(job):
 def test_job_whose_processes_cannot_start_fails(job, tmp_path, monkeypatch):
     (tmp_path / "ending.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobFailed, match="the fork server of the job has ended"):
+    with pytest.raises(shmload.JobError, match="the fork server of the job has ended"):
         list(job(preload=["ending"]).map(same, [1]))
 
 
@@ -245,7 +245,7 @@ def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     (tmp_path / "threading_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobFailed, match="left 1 threads running"):
+    with pytest.raises(shmload.JobError, match="left 1 threads running"):
         list(job(preload=["threading_module"]).map(same, [1]))
 
 
@@ -253,7 +253,7 @@ def test_server_that_is_not_ready_in_time_is_an_error(job, tmp_path, monkeypatch
     (tmp_path / "waiting.py").write_text("import signal\nsignal.pause()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("shmload.integrations.dataprep.pool._START_TIMEOUT_S", 0.5)
-    with pytest.raises(shmload.JobFailed, match=r"not loaded within 0\.5 s"):
+    with pytest.raises(shmload.JobError, match=r"not loaded within 0\.5 s"):
         list(job(preload=["waiting"]).map(same, [1]))
 
 

@@ -54,12 +54,12 @@ def test_other_weights_or_devices_are_other_results(saved, folder):
         job.write(encode, range(2), folder)
     with (
         dataprep.Job(source, **_ARGUMENTS | {"dtype": "float32", "procs": 0}) as job,
-        pytest.raises(shmload.ResultsMismatch, match="its dtype is"),
+        pytest.raises(shmload.ResultsError, match="its dtype is"),
     ):
         job.write(encode, range(2), folder)
     with (
         dataprep.Job(source, **_ARGUMENTS | {"procs": 0}, device="cuda") as job,
-        pytest.raises(shmload.ResultsMismatch, match="its device is 'cpu', and now 'cuda'"),
+        pytest.raises(shmload.ResultsError, match="its device is 'cpu', and now 'cuda'"),
     ):
         job.write(encode, range(2), folder)
 
