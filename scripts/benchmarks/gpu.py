@@ -84,13 +84,13 @@ def measure_convert(bench: Bench) -> list[Figure]:
 
 
 def _host_memory(name: str, how: str, rounds: Rounds, way: str) -> Figure:
-    ring = rounds.sample(way, "ring_nbytes")
+    bound = rounds.sample(way, "bound_nbytes")
     return Figure(
         name=name,
-        what=f"the same, {how}: host memory besides the ring",
-        sample=rounds.sample(way, "host_nbytes") - ring,
+        what=f"the same, {how}: host memory besides what may be decoded ahead",
+        sample=rounds.sample(way, "host_nbytes") - bound,
         at_most=200,
-        beside={"ring": ring, "the call": rounds.sample(way, "call_s")},
+        beside={"ahead": bound, "the call": rounds.sample(way, "call_s")},
     )
 
 

@@ -12,7 +12,8 @@ import importlib.util
 import os
 import subprocess
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -70,11 +71,37 @@ def _begin() -> None:
         return
     from shmload._building import placing
     from shmload._placement import inventory
-    from shmload._runtimes.kinds import runtime_of
 
-    host = runtime_of(torch.device("cpu"))
-    placing.runtime_of = lambda device: host  # type: ignore[attr-defined]
+    placing.runtime_of = lambda device: _host_runtime()  # type: ignore[attr-defined]
     inventory.machine_inventory = lambda *_: inventory.parse_inventory("80GiB,cpu=80GiB")
+
+
+def _host_runtime() -> Any:
+    """Return the host in the place of a device: a copy is done when it has been started."""
+    import torch
+
+    from shmload._runtimes.runtime import Runtime
+
+    class Host(Runtime):
+        def __init__(self) -> None:
+            self.device, self.name = torch.device("cpu"), "the host"
+
+        def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for target, source in copies:
+                target.copy_(source)
+
+        def follow(self) -> None:
+            pass
+
+        join = drain = follow
+
+        def record(self) -> Any:
+            return types.SimpleNamespace(synchronize=lambda: None)
+
+        def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+            return True
+
+    return Host()
 
 
 def _time(call: Callable[[], object]) -> float:
@@ -113,13 +140,14 @@ def load(way: str, small: str, source: str, max_host_memory: str | None = None) 
 
     Returns:
         `call_s`; `host_nbytes`, the peak growth of the process's memory (anonymous, shared, and
-        files mapped for a while); `ring_nbytes`, the part of it that is the ring.
+        files mapped for a while); `bound_nbytes`, the part of it that slots take, and what may be
+        decoded ahead.
     """
     _begin()
     call = _loader(way, max_host_memory)
     call(small)
     _tidy_up()
-    rings = _note_rings() if way == "shmload" else []
+    sizes = _note_bounds() if way == "shmload" else []
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     resident, files = status_nbytes("VmRSS"), status_nbytes("RssFile")
     call_s = _time(partial(call, source))
@@ -128,7 +156,7 @@ def load(way: str, small: str, source: str, max_host_memory: str | None = None) 
     return {
         "call_s": call_s,
         "host_nbytes": status_nbytes("VmHWM") - resident - from_files,
-        "ring_nbytes": max(rings, default=0),
+        "bound_nbytes": sum(sizes),
     }
 
 
@@ -171,18 +199,20 @@ def _load_with_accelerate(source: str) -> object:
     )
 
 
-def _note_rings() -> list[int]:
-    """Return a list to which each new ring adds its size in bytes."""
-    from shmload._decoding.ring import Ring, RingShape
+def _note_bounds() -> list[int]:
+    """Return a list that gets what slots take, and how much may be decoded ahead, in bytes."""
+    from shmload._decoding.allowance import Allowance
+    from shmload._devices.page_locked import PageLocked
 
     sizes: list[int] = []
-    make = Ring.__init__
+    for made in (Allowance, PageLocked):
+        make = made.__init__
 
-    def noted(self: Ring, shape: RingShape) -> None:
-        make(self, shape)
-        sizes.append(shape.nbytes)
+        def noted(self: Any, nbytes: int, *args: Any, make: Any = make) -> None:
+            sizes.append(nbytes)
+            make(self, nbytes, *args)
 
-    Ring.__init__ = noted  # type: ignore[method-assign]
+        made.__init__ = noted  # type: ignore[method-assign]
     return sizes
 
 

@@ -1,6 +1,6 @@
 """One call of `load_pipeline` or `load_model`: the ways for its weights, tried in turn.
 
-    shared segments -> a ring -> segments
+    shared segments -> private ones, of which the host may hold only a part at a time
 
 Each way names the errors by which a load finds out that it is closed; any other error ends the
 call.
@@ -23,8 +23,7 @@ from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
-from shmload._decoding.ring import Ring
-from shmload._devices.destination import BytesNeeded
+from shmload._decoding.allowance import Bound
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._loading.holdings import linger
 from shmload._loading.load import Load
@@ -42,7 +41,7 @@ class Way(NamedTuple):
     """A way for the weights."""
 
     stay: Stay
-    ring: Ring | None = None
+    bound: Bound | None = None
     gives_up_on: tuple[type[Exception], ...] = ()
     """Errors by which the way is closed, and the next one is tried."""
     closed: str = ""
@@ -55,11 +54,6 @@ SHARED = Way(
     gives_up_on=(MemoryLimitExceeded, SharedMemoryFull),
     closed="no room to share segments; each rank reads by itself",
     level=logging.WARNING,
-)
-RING = Way(
-    Stay.PRIVATE,
-    gives_up_on=(BytesNeeded,),
-    closed="building reads weights on the host; no ring",
 )
 
 
@@ -82,14 +76,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             ways = self._ways()
             while True:
                 way = next(ways)
-                with way.ring or contextlib.nullcontext():
-                    try:
-                        return self._go(way)
-                    except way.gives_up_on as exc:
-                        reason = str(exc)
+                try:
+                    return self._go(way)
+                except way.gives_up_on:
+                    pass
                 # Not in the block above: in it the exception keeps half-built models alive.
-                if way.ring and self.route.destination:
-                    self.route.destination.require_no_limit(self.source, reason)
                 logger.log(way.level, "%s: %s", self.source.given, way.closed)
         except BaseException as exc:
             # The frames of the traceback keep models alive, and models refer to themselves.
@@ -101,9 +92,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         if self.options.tries_to_share:
             yield SHARED if self.route.may_stream else SHARED._replace(gives_up_on=())
         destination = self.route.destination
-        if destination and self.route.may_stream and (ring := destination.open_ring(self.source)):
-            yield RING._replace(ring=ring)
-        yield Way(self.options.stay)
+        may_be = destination if self.route.may_stream else None
+        yield Way(self.options.stay, may_be.bound(self.source) if may_be else None)
 
     def _go(self, way: Way, *, is_cast: bool = True) -> Any:
         """Load by a way; once more without conversion if the segments have the wrong dtypes.
@@ -120,7 +110,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             from shmload._building.build import Build
 
             state = torch.get_rng_state()
-            closing: tuple[type[Exception], ...] = (BytesNeeded, *way.gives_up_on)
             build = Build(taken, self.maker, rules, load, self.dtype, self.kwargs)
             try:
                 with self.progress.during(Step.BUILDING):
@@ -131,9 +120,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
                         if way.stay is Stay.SHARED and local_world_size() > 1:
                             linger(load.holdings.segments())
                         return made
-                if way.ring:
-                    raise BytesNeeded("its dtypes are others than foreseen")
-            except closing:
+            except way.gives_up_on:
                 # The libraries draw missing weights at random: the next build draws the same ones.
                 torch.set_rng_state(state)
                 raise
@@ -165,7 +152,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             stay=way.stay,
             progress=self.progress,
             workers=self.options.workers,
-            ring=way.ring,
+            bound=way.bound,
             may_link=self.options.may_link,
         )
         load = loads.enter_context(begin(self.source, rules, parent_is_busy=is_cold))
@@ -185,8 +172,6 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
         if certain != rules:
             load.discard()
-            if way.ring:
-                way.ring.reset()
             load = loads.enter_context(begin(taken, certain, parent_is_busy=False))
         return taken, certain, load
 
@@ -206,10 +191,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         from shmload._building.placing import place_models, place_pipeline
 
         if self.maker.is_of_pipelines:
-            return lambda made: place_pipeline(made, destination, load, way.ring)
-        return lambda made: place_models(
-            {"": self.maker.part(made, "")}, destination, load, way.ring
-        )
+            return lambda made: place_pipeline(made, destination, load)
+        return lambda made: place_models({"": self.maker.part(made, "")}, destination, load)
 
 
 def load(

@@ -25,7 +25,6 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source, has_none_else, weight_files
-from shmload._devices.destination import BytesNeeded
 from shmload._host.changes import forks_wait
 from shmload._host.limits import repair_errors
 from shmload._host.pagemap import is_modified
@@ -77,13 +76,12 @@ class Build:
         """Build the pipeline, if possible while its weights are being decoded.
 
         Raises:
-            BytesNeeded: that is not possible, and the load has stand-ins, which get no bytes.
+            MemoryLimitExceeded: that is not possible, and the load is bounded by its caller.
             LibrariesDisturbed: another thread has left its models empty.
         """
         made = self._build_early()
         if made is None:
-            if self._load.holdings.hollow:
-                raise BytesNeeded
+            self._load.keep_all(f"{self._source.given} reads weights while it is built")
             self._load.wait()
             made = self._from_view()
         # A device map may keep weights from the host on purpose.
@@ -100,11 +98,7 @@ class Build:
         return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
 
     def _build_early(self) -> Any:
-        """Build the pipeline before all bytes are decoded; return None if that is not possible.
-
-        Raises:
-            BytesNeeded: a stand-in was read.
-        """
+        """Build the pipeline before all bytes are decoded; return None if that is not possible."""
         holdings = self._load.holdings
         unfinished = {shard.plan.component for shard, _ in holdings.unfinished()}
         if holdings.awaited() or (unfinished and self._reads_at_once):
@@ -113,12 +107,10 @@ class Build:
         try:
             made = self._from_view()
         except Exception as exc:
-            if not unfinished or (holdings.hollow and not holdings.was_read_early):
-                raise
             # The cause may be bytes that are not decoded yet, or a worker's failure.
-            if holdings.hollow:
-                # Not this error itself: its traceback keeps the half-built models alive.
-                raise BytesNeeded(f"{type(exc).__name__}: {exc}") from None
+            if not unfinished:
+                raise
+            logger.info("%s: %s: %s", self._source.given, type(exc).__name__, str(exc))
         else:
             if self._is_wholly_mapped(made, unfinished):
                 return made
@@ -213,7 +205,7 @@ class Build:
             verify: recompute the digest of every segment.
         """
         holdings = self._load.holdings
-        if not holdings.hollow and (verify or not place):
+        if verify or not place:
             self._load.wait()
             if verify:
                 self._load.verify()

@@ -1,9 +1,9 @@
 """Puts models on the devices of a placement, with hooks that move activations between them."""
 
-import contextlib
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +11,14 @@ from torch import nn
 
 from shmload._building.classes import components_by_name
 from shmload._building.maker import Maker, is_left_to_library
-from shmload._building.mapped import Spans
+from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
-from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
-from shmload._devices.moves import Allocation, Moves
+from shmload._devices.moves import Moves
 from shmload._devices.origin import Segments
-from shmload._devices.ring_copier import RingCopier
-from shmload._devices.upload import upload_shape
+from shmload._devices.upload import bring
 from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
@@ -36,7 +34,6 @@ from shmload._runtimes.runtime import Runtime
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-_SMALL_RING_NBYTES = 1 << 20
 _STAYS = (CPU, *WAITING, META)
 
 
@@ -55,7 +52,7 @@ def to_device(
             with a class of their own, such as quantised ones.
         device_map: as for `load_pipeline`, by the paths of the modules in it.
         max_memory: as for `load_pipeline`.
-        max_host_memory: the largest size of the ring that bytes pass through, in bytes or as
+        max_host_memory: the most page-locked memory that bytes pass through, in bytes or as
             `512MiB`.
         offload_folder: for weights that wait on a disk.
 
@@ -118,7 +115,6 @@ def place_pipeline(
     pipe: "DiffusionPipeline",
     destination: Destination,
     load: Load | None = None,
-    ring: Ring | None = None,
 ) -> None:
     """Put a pipeline's models on their devices.
 
@@ -126,12 +122,11 @@ def place_pipeline(
         pipe: on the CPU; changed in place.
         destination: the device map is by component.
         load: the load that it was built from.
-        ring: that the load's weights come through; None if they are in segments.
 
     Raises:
         ShmloadError: the map does not fit the pipeline, a device is too small, or the load failed.
     """
-    placement = place_models(_models_in(components_by_name(pipe)), destination, load, ring)
+    placement = place_models(_models_in(components_by_name(pipe)), destination, load)
     pipe.hf_device_map = _map_for_libraries(placement)
 
 
@@ -166,7 +161,6 @@ def place_models(
     models: Mapping[str, nn.Module],
     destination: Destination,
     load: Load | None = None,
-    ring: Ring | None = None,
 ) -> Placement:
     """Put some models on their devices; blocks until they are there.
 
@@ -174,7 +168,6 @@ def place_models(
         models: by component, or a single one by the empty name; changed in place.
         destination: the device map, limits and way to copy.
         load: as for `place_pipeline`.
-        ring: as for `place_pipeline`.
 
     Raises:
         ShmloadError: as for `place_pipeline`.
@@ -186,7 +179,7 @@ def place_models(
         for name, where in placement.components.items()
     }
     runtime_at = functools.cache(lambda name: runtime_of(torch.device(name)))
-    _copy(models, devices, destination, runtime_at, load, ring)
+    _copy(models, devices, destination, runtime_at, load)
     used = {device for where in devices.values() for device in where.values()}
     waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
     segments = Segments(_files_to_pin(load) if OFFLOAD in used else ())
@@ -217,7 +210,6 @@ def _copy(
     destination: Destination,
     runtime_at: Callable[[str], Runtime],
     load: Load | None,
-    ring: Ring | None,
 ) -> None:
     """Copy to accelerators the tensors that belong there; blocks until they are there."""
     names = {device for where in devices.values() for device in where.values()}.difference(_STAYS)
@@ -226,37 +218,19 @@ def _copy(
         if load:
             load.wait()
         return
-    first = next(iter(runtimes.values()))
-    is_streamed = load is not None and bool(load.holdings.hollow)
-    hollow = Spans(set(load.holdings.hollow)) if load and is_streamed else None
     moves = Moves(
         [
             (model, functools.partial(_runtime_at, runtimes, devices[name]))
             for name, model in models.items()
-        ],
-        (lambda tensor: hollow.find(tensor) is not None) if hollow else None,
+        ]
     )
-    with contextlib.ExitStack() as closing:
-        if ring is None or not is_streamed:
-            ring = closing.enter_context(Ring(_shape_for(moves, destination)))
-        copier = closing.enter_context(RingCopier(ring, first))
-        if load and is_streamed:
-            copier.stream(moves, load.holdings.hollow)
-        left: Sequence[Allocation] = moves.staged
-        if load and not is_streamed:
-            left = copier.copy_arriving(moves.staged, load)
-        if load:
-            load.wait()
-        copier.copy(left)
+    if load and load.is_bounded:
+        spans = Spans({part.inode for _, part in load.holdings.unfinished()})
+        if any(map(spans.find, itertools.chain.from_iterable(map(plain_tensors, moves.others)))):
+            load.keep_all("some of its weights stay on the host, or are moved by torch")
+    limit = destination.slots_nbytes if load else destination.max_host_nbytes
+    bring(moves, load, limit)
     moves.commit()
-
-
-def _shape_for(moves: Moves, destination: Destination) -> RingShape:
-    """Return the shape of a ring that is no larger than the bytes that pass through it."""
-    nbytes = sum(there.used_nbytes for there in moves.staged)
-    limit = destination.max_host_nbytes
-    most = max(nbytes, _SMALL_RING_NBYTES)
-    return upload_shape(most if limit is None else min(most, limit))
 
 
 def _runtime_at(

@@ -10,23 +10,15 @@ import functools
 import os
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from shmload._checkpoints.identity import is_unchanged
-from shmload._decoding.job import (
-    DecodeCancelled,
-    Job,
-    OnBytes,
-    OnPiece,
-    decode_here,
-    error_of,
-    moved,
-)
-from shmload._decoding.ring import FilledSlot, Ring
-from shmload._decoding.worker_process import Task, WorkerProcess
+from shmload._decoding.allowance import Allowance
+from shmload._decoding.job import DecodeCancelled, Job, OnBytes, OnPiece, decode_here, error_of
+from shmload._decoding.worker_process import Piece, WorkerProcess
 from shmload._host.limits import no_memory
-from shmload._segments.pieces import combine_digests
+from shmload._segments.pieces import Run, combine_digests, range_of
 from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import (
@@ -78,8 +70,8 @@ class Coordinator:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool] = bool,
-        ring: Ring | None = None,
         on_piece: OnPiece = lambda job, piece: None,
+        allowance: Allowance | None = None,
     ) -> list[str]:
         """Fill all parts; blocks until they are complete.
 
@@ -87,9 +79,9 @@ class Coordinator:
             jobs: what to decode. The parts already have their final length and header.
             on_bytes: called with bytes newly read.
             is_cancelled: called several times a second; when true, the decode ends.
-            ring: if given, pieces go to its slots instead of the parts, each when a slot is free.
-                Needs workers, and no piece may be larger than a slot.
             on_piece: called with each piece that is complete.
+            allowance: how far the decode may be ahead of what takes its bytes, which is given back
+                from there; None for no limit. Needs workers.
 
         Returns:
             The digest of each job's segment, in order, as 32 hexadecimal digits.
@@ -101,7 +93,7 @@ class Coordinator:
             DecodeCancelled: `is_cancelled` was true before the end.
         """
         if self._workers:
-            handout = _Handout(self._workers, jobs, on_bytes, ring, on_piece)
+            handout = _Handout(self._workers, jobs, on_bytes, on_piece, allowance)
             digests = handout.run(is_cancelled)
         else:
             digests = [
@@ -125,18 +117,17 @@ class _Handout:
         workers: list[WorkerProcess],
         jobs: Sequence[Job],
         on_bytes: OnBytes,
-        ring: Ring | None,
         on_piece: OnPiece,
+        allowance: Allowance | None,
     ) -> None:
         self._workers = workers
         self._stall_timeout_s = settings().stall_timeout_s
-        self._ring = ring
-        # Slots of pieces handed out, by (shard, piece).
-        self._slots: dict[tuple[int, int], int] = {}
+        self._allowance = allowance
         self._jobs = jobs
         self._on_bytes = on_bytes
         self._on_piece = on_piece
         self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
+        self._attempts = Counter[Piece]()
         self._digests = [[b""] * len(job.pieces) for job in jobs]
         self._left = len(self._waiting)
         self._most_workers = len(workers)
@@ -150,8 +141,8 @@ class _Handout:
             CheckpointError, CapacityError, WorkerError, DecodeCancelled: as `Coordinator.decode`.
         """
         with self._selector:
-            if self._ring:
-                self._selector.register(self._ring.wake_fd, selectors.EVENT_READ)
+            if self._allowance:
+                self._selector.register(self._allowance.wake_fd, selectors.EVENT_READ)
             for worker in self._workers:
                 self._watch(worker)
             while self._left:
@@ -186,17 +177,21 @@ class _Handout:
         if died:
             how = worker.child.how_it_ended()
             if worker.child.has_exited and worker.lacked_memory:  # so would the next one
-                raise no_memory(self._jobs[worker.tasks[0].shard if worker.tasks else 0].path)
+                raise no_memory(self._path_of(worker) or self._jobs[0].path)
             if not worker.is_ready:
                 error = worker.start_failure()
                 if worker.child.has_exited:  # so would the next one
                     raise error
                 self._replace(worker, error, how)
                 return
-            path = self._jobs[worker.tasks[0].shard].path if worker.tasks else "nothing"
+            path = self._path_of(worker) or "nothing"
             hint = "; perhaps the kernel ran out of memory, see dmesg" if how == "SIGKILL" else ""
             text = f"a worker died ({how}) while it decoded {path}, twice{hint}"
             self._replace(worker, WorkerError(text, path=path, how=how), how)
+
+    def _path_of(self, worker: WorkerProcess) -> str | os.PathLike[str]:
+        """Return the shard that a worker reads; empty if it has nothing to do."""
+        return self._jobs[worker.pieces[0][0]].path if worker.pieces else ""
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
@@ -204,7 +199,6 @@ class _Handout:
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest
-                self._pass_on(shard, piece)
                 self._on_piece(shard, piece)
                 self._left -= 1
                 self._lost_in_a_row = 0
@@ -215,39 +209,29 @@ class _Handout:
     def _feed(self, worker: WorkerProcess) -> None:
         # With few pieces left, one each, so that the last ones end at the same time.
         depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
-        while self._waiting and len(worker.tasks) < depth:
-            task = self._waiting[0]
-            job = self._jobs[task.shard]
-            runs, target_fd = job.pieces[task.piece], job.part_fd
-            if self._ring:
-                slot = self._ring.take()
-                if slot is None:
-                    return  # a slot that is given back wakes this thread
-                self._slots[task.shard, task.piece] = slot
-                runs, target_fd = moved(runs, slot), self._ring.fd
+        while self._waiting and len(worker.pieces) < depth:
+            shard, piece = self._waiting[0]
+            job = self._jobs[shard]
+            runs = job.pieces[piece]
+            if self._allowance and not self._allowance.take(_nbytes_of(runs)):
+                return  # what is given back wakes this thread
             self._waiting.popleft()
-            fill = Fill(task.shard, task.piece, runs)
+            fill = Fill(shard, piece, runs)
             try:
-                worker.give(task, fill, job.source_fd, target_fd, len(self._workers))
+                worker.give(fill, job.source_fd, job.part_fd, len(self._workers))
             except OSError:
-                return  # it died, as its pidfd will tell; the task is in its list
+                return  # it died, as its pidfd will tell; the piece is in its list
 
     def _go_on(self) -> None:
-        """Hand out pieces for the slots that are free again."""
-        assert self._ring is not None
-        self._ring.rest()
+        """Hand out the pieces that are allowed now."""
+        assert self._allowance is not None
+        self._allowance.rest()
+        self._feed_all()
+
+    def _feed_all(self) -> None:
         for worker in self._workers:
             if worker.is_ready:
                 self._feed(worker)
-
-    def _pass_on(self, shard: int, piece: int) -> None:
-        """Pass a filled slot on to the thread that empties it."""
-        if self._ring:
-            runs = self._jobs[shard].pieces[piece]
-            begin = runs[0].target_offset
-            end = runs[-1].target_offset + runs[-1].target_nbytes
-            slot = self._slots.pop((shard, piece))
-            self._ring.filled.put(FilledSlot(shard, begin, end - begin, slot))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -257,8 +241,8 @@ class _Handout:
                 raise WorkerError(f"a worker was not ready in {settings().start_timeout_s:g} s")
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
-            if worker.tasks and is_silent and not worker.has_news():
-                path = self._jobs[worker.tasks[0].shard].path
+            if worker.pieces and is_silent and not worker.has_news():
+                path = self._path_of(worker)
                 text = (
                     f"no progress on {path} in {self._stall_timeout_s:g} s, twice; check the disk "
                     "it is on or raise SHMLOAD_STALL_TIMEOUT_S"
@@ -273,23 +257,21 @@ class _Handout:
             error: what is wrong with it.
             how: how its process ended, if it did by itself.
         """
-        path = self._jobs[worker.tasks[0].shard].path if worker.tasks else ""
+        path = self._path_of(worker)
         for fileobj in (worker.channel, worker.child.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
-        # Only its oldest piece counts as tried; the ones behind it were never begun.
-        tasks = [
-            task._replace(attempts=task.attempts + (position == 0))
-            for position, task in enumerate(worker.tasks)
-        ]
         self._workers.remove(worker)
         worker.close()
-        for task in worker.tasks:
-            if self._ring:  # the worker is dead and no longer writes
-                self._ring.give_back(self._slots.pop((task.shard, task.piece)))
+        # Only its oldest piece counts as tried; the ones behind it were never begun.
+        tried = worker.pieces[0] if worker.pieces else None
+        self._attempts.update([tried] if tried else ())
+        for shard, piece in worker.pieces:
+            if self._allowance:  # the worker is dead and no longer writes
+                self._allowance.give_back(_nbytes_of(self._jobs[shard].pieces[piece]))
         self._lost_in_a_row += 1
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
-        if is_hopeless or any(task.attempts >= _MAX_ATTEMPTS for task in tasks):
+        if is_hopeless or (tried and self._attempts[tried] >= _MAX_ATTEMPTS):
             raise error
         logger.warning(
             "a worker was lost (%s%s)%s; its pieces go to another",
@@ -297,18 +279,16 @@ class _Handout:
             f", {how}" if how else "",
             f" while it decoded {path}" if path else "",
         )
-        self._waiting.extendleft(reversed(tasks))
-        for other in self._workers:
-            if other.is_ready:
-                self._feed(other)
+        self._waiting.extendleft(reversed(worker.pieces))
+        self._feed_all()
         if self._waiting or not self._workers:
             replacement = WorkerProcess()
             self._workers.append(replacement)
             self._watch(replacement)
 
 
-def _interleave(pieces: Sequence[int]) -> list[Task]:
-    """Return a task for each piece, with each shard's pieces spread evenly over the whole list.
+def _interleave(pieces: Sequence[int]) -> list[Piece]:
+    """Return all pieces, with those of each shard spread evenly over the whole list.
 
     The kernel lets one process at a time write to a file (tmpfs takes the inode's lock), so workers
     should not fill the same part at the same time.
@@ -316,5 +296,10 @@ def _interleave(pieces: Sequence[int]) -> list[Task]:
     Args:
         pieces: number of pieces of each shard.
     """
-    tasks = [Task(shard, piece, 0) for shard, count in enumerate(pieces) for piece in range(count)]
-    return sorted(tasks, key=lambda task: (task.piece + 0.5) / pieces[task.shard])
+    every = [(shard, piece) for shard, count in enumerate(pieces) for piece in range(count)]
+    return sorted(every, key=lambda each: (each[1] + 0.5) / pieces[each[0]])
+
+
+def _nbytes_of(runs: Sequence[Run]) -> int:
+    begin, end = range_of(runs)
+    return end - begin

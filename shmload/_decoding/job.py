@@ -48,15 +48,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return sum(run.source_nbytes for piece in self.pieces for run in piece)
 
 
-def moved(runs: tuple[Run, ...], offset: int) -> tuple[Run, ...]:
-    """Return a piece's runs with targets shifted so that the piece begins at `offset`, in bytes."""
-    shift = offset - runs[0].target_offset
-    return tuple(
-        Run(run.source_offset, run.target_offset + shift, run.count, run.source, run.target)
-        for run in runs
-    )
-
-
 def decode_here(
     job: Job,
     on_bytes: OnBytes,

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from shmload._host.limits import process_refused, says_no_memory
 from shmload._ipc import procs
@@ -28,13 +27,8 @@ from shmload.workers.messages import (
     decode_from_worker,
 )
 
-
-class Task(NamedTuple):
-    """A piece to fill, and how often it has been handed out before."""
-
-    shard: int
-    piece: int
-    attempts: int
+Piece = tuple[int, int]
+"""The numbers of a shard and of a piece of it."""
 
 
 class WorkerProcess:
@@ -42,10 +36,10 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._opened: set[int] = set()
-        self.tasks: deque[Task] = deque()
-        """Pieces handed out and not yet answered, oldest first."""
+        self.pieces: deque[Piece] = deque()
+        """Handed out and not yet answered, oldest first."""
         self.is_ready = False
-        """Whether it was asked for a sign of life and has given none yet."""
+        """Whether it has started."""
         self.active_at = time.monotonic()
         """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
         try:
@@ -65,22 +59,22 @@ class WorkerProcess:
         self.channel = self.child.channel
         self._inbox = Inbox(self.channel)
 
-    def give(self, task: Task, fill: Fill, source: int, target: int, workers: int) -> None:
+    def give(self, fill: Fill, source: int, target: int, workers: int) -> None:
         """Hand out a piece, and first the shard's descriptors if the worker lacks them.
 
         Args:
-            task: the piece.
-            fill: its message.
+            fill: the piece.
             source: descriptor of the shard.
             target: descriptor of the part.
             workers: how many read at the same time.
         """
-        if not self.tasks:
+        if not self.pieces:
             self.active_at = time.monotonic()
-        self.tasks.append(task)  # before sending: if that fails, the piece must not get lost
-        if task.shard not in self._opened:
-            send(self.channel, Open(task.shard, workers), (source, target))
-            self._opened.add(task.shard)
+        # Before sending: if that fails, the piece must not get lost.
+        self.pieces.append((fill.shard, fill.piece))
+        if fill.shard not in self._opened:
+            send(self.channel, Open(fill.shard, workers), (source, target))
+            self._opened.add(fill.shard)
         send(self.channel, fill)
 
     def forget(self, shard: int) -> None:
@@ -114,9 +108,9 @@ class WorkerProcess:
                         raise WorkerError(f"the worker speaks version {version}, not {VERSION}")
                     self.is_ready = True
                 case Filled(shard, piece) | Failed(shard, piece):
-                    if not self.tasks or self.tasks[0][:2] != (shard, piece):
+                    if not self.pieces or self.pieces[0] != (shard, piece):
                         raise ProtocolError(f"an answer for piece {piece} that was not asked for")
-                    self.tasks.popleft()
+                    self.pieces.popleft()
             yield message
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.source import Source
-from shmload._decoding.ring import Ring, ring_shape
+from shmload._decoding.allowance import Bound, bound_of
 from shmload._placement.device_map import STRATEGIES, entries_of, parse_device
 from shmload._placement.inventory import (
     DISK,
@@ -23,18 +23,7 @@ from shmload._placement.inventory import (
 from shmload._placement.placement import Placement
 from shmload._runtimes.kinds import may_have_accelerators
 from shmload._settings import worker_count
-from shmload.errors import (
-    ArgumentError,
-    DeviceMissing,
-    MemoryLimitExceeded,
-)
-
-
-class BytesNeeded(Exception):
-    """Raised when a model cannot be built over files without data, whose weights come by a ring.
-
-    Something reads its weights. The text is that of the error that followed; empty if none did.
-    """
+from shmload.errors import ArgumentError, DeviceMissing
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,31 +116,10 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return []
         return [device for _, device in entries_of(self.device_map)]
 
-    def require_no_limit(self, source: Source, reason: str = "") -> None:
-        """Check that no `max_host_memory` is given. For weights that cannot take the ring.
+    def bound(self, source: Source) -> Bound | None:
+        """Return how much of the weights the host holds at a time; None to hold all.
 
-        Args:
-            source: to load.
-            reason: the library's error, if there was one.
-
-        Raises:
-            MemoryLimitExceeded: it is given.
-        """
-        if self.max_host_nbytes is not None:
-            raise MemoryLimitExceeded(
-                source_nbytes(source),
-                self.max_host_nbytes,
-                "max_host_memory",
-                "this pipeline reads its weights while it is built"
-                + (f", and without them that fails ({reason})" if reason else "")
-                + "; load it without the limit",
-            )
-
-    def open_ring(self, source: Source) -> Ring | None:
-        """Return a ring for the weights to pass through, the caller's; None to load by segments.
-
-        A load takes segments if some weights stay on the host; also, without a limit, if all
-        weights together are no larger than the ring.
+        It holds all if some weights stay there; also, without a limit, if all together are no more.
 
         Raises:
             ArgumentError: memory of the host is limited, and some weights stay there.
@@ -164,14 +132,14 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                     "device_map='cuda'"
                 )
             return None
-        shape = ring_shape(worker_count(parent_is_busy=False), self.max_host_nbytes)
-        is_worth_while = source_nbytes(source) > shape.nbytes
-        return Ring(shape) if is_worth_while or self.max_host_nbytes is not None else None
+        bound = bound_of(worker_count(parent_is_busy=False), self.max_host_nbytes)
+        is_worth_while = sum(os.stat(each).st_size for each in source.shards) > bound.ahead_nbytes
+        return bound if is_worth_while or self.max_host_nbytes is not None else None
 
-
-def source_nbytes(source: Source) -> int:
-    """Return the size of a source's shards together, in bytes."""
-    return sum(os.stat(shard).st_size for shard in source.shards)
+    @property
+    def slots_nbytes(self) -> int | None:
+        """How much of the caller's limit is for page-locked slots, in bytes; None for no limit."""
+        return self.max_host_nbytes and self.max_host_nbytes // 2
 
 
 def parse_max_host_memory(value: float | str | None) -> int | None:

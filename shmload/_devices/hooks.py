@@ -164,7 +164,7 @@ def _roots(
         elsewhere += sum(p.nbytes for p in here if not any(o.holds(p) for o in origins))
     if elsewhere:
         logger.info(
-            "%s: %s of weights wait in no segment and are copied unpinned; load_pipeline and "
+            "%s: %s of weights wait in no segment and are copied more slowly; load_pipeline and "
             "load_model make segments of all weights with keep=True",
             type(model).__name__,
             format_nbytes(elsewhere),

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from shmload._compat import takes_data_of
-from shmload._devices.destination import BytesNeeded
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
 # Smaller tensors share an allocation of this size: thousands of them would cost more to allocate
@@ -24,60 +23,36 @@ _LARGE_NBYTES = _SLAB_NBYTES // 2
 
 RuntimeOf = Callable[[str], Runtime | None]
 """Returns the device of a tensor by the tensor's path; None to leave it where it is."""
-IsStreamed = Callable[[torch.Tensor], bool]
-"""Tells whether a tensor's bytes are not there yet and come through a ring."""
-
-
-class Allocation:
-    """Memory of a device for one large tensor or for several small ones.
-
-    Args:
-        runtime: of the device.
-        nbytes: size.
-        is_streamed: whether its bytes come through a ring while workers decode.
-    """
-
-    def __init__(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> None:
-        self.runtime = runtime
-        self.is_streamed = is_streamed
-        self.memory = runtime.empty(_aligned(nbytes))
-        self.moves: list[Move] = []
-        """In the order of their offsets."""
-        self.used_nbytes = 0
-        """Bytes taken from its start, gaps included."""
-
-    def has_room(self, nbytes: int) -> bool:
-        """Tell whether this many more bytes fit."""
-        return self.used_nbytes + nbytes <= self.memory.numel()
-
-    def take(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return memory for bytes that are at an address of the host."""
-        offset = self.used_nbytes
-        target = self.memory[offset : offset + nbytes]
-        self.moves.append(Move(address, nbytes, self.runtime, target, offset))
-        self.used_nbytes += _aligned(nbytes)  # the next tensor is aligned too
-        return target
 
 
 class Move(NamedTuple):
-    """Consecutive bytes of the host and where they go.
-
-    It does not know its allocation: in a cycle the device's memory would wait for a collection.
-    """
+    """Consecutive bytes of this process, and the memory of a device that they go to."""
 
     address: int
-    """Address of the first byte, in this process."""
+    """Of the first byte."""
     nbytes: int
     runtime: Runtime
-    target: torch.Tensor
-    """The device's memory for them: flat uint8."""
+    """The device."""
+    memory: torch.Tensor
+    """An allocation of the device: flat uint8."""
     offset: int
-    """Offset of the first byte in the allocation, in bytes."""
+    """Where the bytes begin in it, in bytes."""
 
     @property
     def end(self) -> int:
         """The address behind the last byte."""
         return self.address + self.nbytes
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The bytes on the device."""
+        return self.memory[self.offset : self.offset + self.nbytes]
+
+    def part(self, begin: int, end: int) -> "Move":
+        """Return the move of those bytes that lie between two addresses."""
+        low, high = max(begin, self.address), min(end, self.end)
+        offset = self.offset + low - self.address
+        return Move(low, high - low, self.runtime, self.memory, offset)
 
 
 class Overlaps:
@@ -92,8 +67,8 @@ class Overlaps:
         # The furthest end so far, for each.
         self._reach = list(itertools.accumulate((move.end for move in self._moves), max))
 
-    def within(self, begin: int, end: int) -> Iterator[tuple[Move, int, int]]:
-        """Yield the moves that overlap a range, each with the addresses of the overlap.
+    def within(self, begin: int, end: int) -> Iterator[Move]:
+        """Yield the moves that overlap a range, each cut to the range.
 
         Args:
             begin: address of the range's first byte.
@@ -104,9 +79,8 @@ class Overlaps:
             move = self._moves[number]
             if move.address >= end:
                 return
-            low, high = max(begin, move.address), min(end, move.end)
-            if low < high:
-                yield move, low, high
+            if move.end > begin:
+                yield move.part(begin, end)
 
 
 class _Held(NamedTuple):
@@ -118,7 +92,6 @@ class _Held(NamedTuple):
     tensor: torch.Tensor
     runtime: Runtime
     """Of the device that it goes to."""
-    is_streamed: bool
 
 
 class Moves:
@@ -128,39 +101,28 @@ class Moves:
 
     Args:
         modules: each with the device of each of its tensors.
-        is_streamed: None if all bytes are in memory already.
 
     Raises:
-        BytesNeeded: a streamed tensor stays on the host, or is not consecutive bytes.
         torch.OutOfMemoryError: a device is full.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[tuple[nn.Module, RuntimeOf]],
-        is_streamed: IsStreamed | None = None,
-    ) -> None:
-        self.allocations: list[Allocation] = []
-        self._slabs: dict[tuple[Runtime, bool], Allocation] = {}
+    def __init__(self, modules: Iterable[tuple[nn.Module, RuntimeOf]]) -> None:
+        self.moves: list[Move] = []
+        """Those of small tensors first, which share allocations; else in the order of addresses."""
+        self.others: list[torch.Tensor] = []
+        """The tensors that stay where they are, or that torch moves."""
+        self._slabs: dict[Runtime, Move] = {}  # of each device the last small one
         self._targets: dict[tuple[object, ...], torch.Tensor] = {}
         self._plain: list[tuple[_Held, torch.Tensor]] = []
-        self._others: list[_Held] = []
+        self._moved: list[_Held] = []
         for module, runtime_of in modules:
-            held = _held_by(module, runtime_of, is_streamed or (lambda tensor: False))
-            self._add(list(held))
-        streamed = (there.moves for there in self.allocations if there.is_streamed)
-        self.streamed = Overlaps(itertools.chain(*streamed))
-        """The moves whose bytes come through a ring."""
+            self._add(self._held_by(module, runtime_of))
+        self.moves.sort(key=lambda move: move.nbytes >= _LARGE_NBYTES)
 
     @property
     def runtimes(self) -> list[Runtime]:
         """The devices that bytes are copied to."""
-        return list(dict.fromkeys(there.runtime for there in self.allocations))
-
-    @property
-    def staged(self) -> list[Allocation]:
-        """The allocations whose bytes are in this process's memory already."""
-        return [there for there in self.allocations if not there.is_streamed]
+        return list(dict.fromkeys(move.runtime for move in self.moves))
 
     def commit(self) -> None:
         """Give the modules their tensors; all bytes must be there.
@@ -169,11 +131,11 @@ class Moves:
         """
         copies: dict[tuple[int, Runtime], torch.Tensor] = {}
         moved: dict[nn.Module, dict[int, torch.Tensor]] = {}
-        for held in self._others:
+        for held in self._moved:
             key = id(held.tensor), held.runtime
             if key not in copies:  # a shared tensor is copied once
                 with torch.no_grad():
-                    copies[key] = held.tensor.to(held.runtime.device)
+                    copies[key] = _copied(held.tensor, held.runtime)
             moved.setdefault(held.holder, {})[id(held.tensor)] = copies[key]
         made: dict[int, nn.Parameter] = {}
         for held, target in self._plain:
@@ -185,13 +147,29 @@ class Moves:
             swap = functools.partial(_swapped, by_id=by_id)
             holder._apply(swap, recurse=False)  # type: ignore[no-untyped-call]
 
-    def _add(self, tensors: list[_Held]) -> None:
-        """Find targets for the plain tensors of a module, and leave the others to torch.
+    def _held_by(self, module: nn.Module, runtime_of: RuntimeOf) -> list[_Held]:
+        """Return the tensors of a module and of the modules in it that this copies itself."""
+        plain = []
+        for path, holder in module.named_modules():
+            for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    runtime = runtime_of(f"{path}.{name}" if path else name)
+                    if runtime and _is_plain(tensor):
+                        plain.append(_Held(holder, name, is_parameter, tensor, runtime))
+                        continue
+                    self.others.append(tensor)
+                    if runtime:
+                        self._moved.append(_Held(holder, name, is_parameter, tensor, runtime))
+        return plain
+
+    def _add(self, plain: list[_Held]) -> None:
+        """Find targets for the tensors of a module.
 
         A device gets the memory for all large ones at once.
         """
-        plain = [held for held in tensors if _is_plain(held.tensor)]
-        self._others += [held for held in tensors if not _is_plain(held.tensor)]
+        plain.sort(key=lambda held: held.tensor.data_ptr())
         large: dict[Runtime, dict[tuple[object, ...], int]] = {}
         for held in plain:
             key = _key(held)
@@ -205,22 +183,23 @@ class Moves:
         """Return the device tensor that replaces a plain one; tied tensors share it."""
         key, tensor = _key(held), held.tensor
         if key not in self._targets:
-            allocation = self._allocate(held.runtime, tensor.nbytes, is_streamed=held.is_streamed)
-            target = allocation.take(tensor.data_ptr(), tensor.nbytes)
-            self._targets[key] = target.view(tensor.dtype).view(tensor.shape)
+            memory, offset = self._allocate(held.runtime, tensor.nbytes)
+            move = Move(tensor.data_ptr(), tensor.nbytes, held.runtime, memory, offset)
+            self.moves.append(move)
+            if move.nbytes < _LARGE_NBYTES:
+                self._slabs[held.runtime] = move
+            self._targets[key] = move.target.view(tensor.dtype).view(tensor.shape)
         return self._targets[key]
 
-    def _allocate(self, runtime: Runtime, nbytes: int, *, is_streamed: bool) -> Allocation:
-        """Return an allocation that has room for this many bytes."""
-        key = (runtime, is_streamed)
-        is_large = nbytes >= _LARGE_NBYTES
-        if not is_large and key in self._slabs and self._slabs[key].has_room(nbytes):
-            return self._slabs[key]
-        fresh = Allocation(runtime, nbytes if is_large else _SLAB_NBYTES, is_streamed=is_streamed)
-        self.allocations.append(fresh)
-        if not is_large:
-            self._slabs[key] = fresh
-        return fresh
+    def _allocate(self, runtime: Runtime, nbytes: int) -> tuple[torch.Tensor, int]:
+        """Return memory of a device that has room for so many bytes, and where they begin in it."""
+        if nbytes >= _LARGE_NBYTES:
+            return runtime.empty(_aligned(nbytes)), 0
+        if last := self._slabs.get(runtime):
+            offset = _aligned(last.offset + last.nbytes)
+            if offset + nbytes <= last.memory.numel():
+                return last.memory, offset
+        return runtime.empty(_SLAB_NBYTES), 0
 
 
 def put(
@@ -266,23 +245,9 @@ def _swapped(tensor: torch.Tensor, by_id: dict[int, torch.Tensor]) -> torch.Tens
     return by_id.get(id(tensor), tensor)
 
 
-def _held_by(module: nn.Module, runtime_of: RuntimeOf, is_streamed: IsStreamed) -> Iterator[_Held]:
-    """Yield the tensors of a module and of the modules in it that go to a device.
-
-    Raises:
-        BytesNeeded: one is streamed, but stays, or is more than its bytes.
-    """
-    for path, holder in module.named_modules():
-        for tensors, is_parameter in ((holder._parameters, True), (holder._buffers, False)):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                runtime = runtime_of(f"{path}.{name}" if path else name)
-                is_coming = is_streamed(tensor)
-                if is_coming and (runtime is None or not _is_plain(tensor)):
-                    raise BytesNeeded
-                if runtime:
-                    yield _Held(holder, name, is_parameter, tensor, runtime, is_coming)
+def _copied(tensor: torch.Tensor, runtime: Runtime) -> torch.Tensor:
+    """Return a tensor's copy on a device, by torch."""
+    return (tensor.clone() if runtime.is_integrated else tensor).to(runtime.device)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,35 +1,78 @@
-"""Parts of segments that weights wait in, so that a device fetches them from there again and again.
+"""Parts of segments that weights wait in, so that a device fetches from them again and again.
 
-The pages that a device fetches from are the segment's own: processes that pin the same segment
-share them. What this process writes to its weights is not in these pages.
+The pages that a device fetches from are the segment's own, mapped for reading only and registered
+with the driver: processes that lock the same segment share them. What this process writes to its
+weights is not in these pages. The kernel can neither move nor swap them, so a process has a budget.
+
+Guarantee: nothing is written to the file, and nothing stays registered after the last use.
 """
 
 import functools
+import mmap
 import os
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from shmload._devices.pinned import Budget, Pages, own_budget
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
-from shmload._host.memory import PAGE_NBYTES
+from shmload._host.memory import PAGE_NBYTES, populate
 from shmload._host.pagemap import has_own_pages
 from shmload._host.procfs import Mapping, mappings
 from shmload._host.shm import reopen
-from shmload._runtimes.runtime import Runtime
-from shmload._wording import logger_of
-from shmload.errors import ShmloadError
+from shmload._runtimes.runtime import Runtime, say_once
+from shmload._segments.users import page_lock_limit
+from shmload._wording import format_nbytes
 
-logger = logger_of(__name__)
-
-# Tensors that are no further apart are pinned together.
+# Tensors that are no further apart are locked together.
 _GAP_NBYTES = 64 << 10
+# The driver has a lock while it registers memory, and fails from 512 GiB on.
+_WINDOW_NBYTES = 1 << 30
+
+
+class Budget:
+    """A number of bytes that may be locked; several threads may use it.
+
+    Args:
+        limit_nbytes: the most that may be taken at a time.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.taken_nbytes = 0
+        """What is taken now."""
+        # A finalizer may give back at any point of a thread that has the lock.
+        self._lock = threading.RLock()
+
+    def take(self, nbytes: int) -> bool:
+        """Take some bytes if they are left; return whether they were; log the first refusal."""
+        with self._lock:
+            fits = self.taken_nbytes + nbytes <= self.limit_nbytes
+            self.taken_nbytes += nbytes if fits else 0
+        if not fits:
+            say_once(
+                f"no more than {format_nbytes(self.limit_nbytes)} of weights that wait for an "
+                "accelerator are page-locked (SHMLOAD_PAGE_LOCKED sets the limit)"
+            )
+        return fits
+
+    def give_back(self, nbytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self.taken_nbytes -= nbytes
+
+
+@functools.cache
+def own_budget() -> Budget:
+    """Return this process's budget for weights that wait."""
+    return Budget(page_lock_limit())
 
 
 class Origin:
-    """The part of one segment that some weights lie in; pinned from its first use to its own end.
+    """The part of one segment that some weights lie in; locked from its first use to its own end.
 
     Args:
         file: the segment.
@@ -40,25 +83,16 @@ class Origin:
     """
 
     def __init__(
-        self,
-        file: Descriptor,
-        offset: int,
-        start: int,
-        end: int,
-        storage: torch.UntypedStorage,
+        self, file: Descriptor, offset: int, start: int, end: int, storage: torch.UntypedStorage
     ) -> None:
         self._file = file
         self._storage = storage
         self._offset = offset
         self._start = start
         self._end = end
-        self._pages: Pages | None = None
+        self._content: torch.Tensor | None = None
         self._is_refused = False
         self._release: Callable[[], object] = lambda: None
-
-    @property
-    def _nbytes(self) -> int:
-        return self._end - self._start
 
     @property
     def is_clean(self) -> bool:
@@ -72,51 +106,39 @@ class Origin:
         return self._start <= begin and end <= self._end and tensor.is_contiguous()
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the pinned bytes of a tensor: flat uint8, valid until `unpin`."""
-        assert self._pages is not None
+        """Return the locked bytes of a tensor: flat uint8, valid until `unlock`."""
+        assert self._content is not None
         begin = tensor.data_ptr() - self._start
-        return self._pages.content[begin : begin + tensor.numel() * tensor.itemsize]
+        return self._content[begin : begin + tensor.numel() * tensor.itemsize]
 
-    def pin(self, runtime: Runtime) -> bool:
-        """Pin the pages unless they are; return whether they are pinned.
+    def lock(self, runtime: Runtime) -> bool:
+        """Lock the pages unless they are; return whether they are locked.
 
         What a driver or the system refused is not tried again. What this process's budget lacks
         room for is.
         """
-        budget = own_budget()
-        if self._pages is None and not self._is_refused and budget.take(self._nbytes):
+        nbytes, budget = self._end - self._start, own_budget()
+        if self._content is None and not self._is_refused and budget.take(nbytes):
+            windows: list[int] = []
+            release = weakref.finalize(self, _release, windows, runtime, budget, nbytes)
+            release.atexit = False  # the end of the process unlocks
             try:
-                self._pages = self._register(runtime)
-                self._is_refused = self._pages is None
-                if self._pages:
-                    release = weakref.finalize(self, _unpin, self._pages, budget, self._nbytes)
-                    release.atexit = False  # the end of the process unpins
-                    self._release = release
-            except (OSError, ShmloadError) as exc:
+                content = _map(self._file.fd, self._offset, nbytes)
+                self._is_refused = not _register(content, runtime, windows)
+                if not self._is_refused:
+                    self._content, self._release = content, release
+            except OSError as exc:
                 self._is_refused = True
-                _say_once(str(exc))
+                say_once(f"weights that wait are not page-locked ({exc})")
             finally:
-                if self._pages is None:
-                    budget.give_back(self._nbytes)
-        return self._pages is not None
+                if self._content is None:
+                    release()
+        return self._content is not None
 
-    def _register(self, runtime: Runtime) -> Pages | None:
-        """Return the pages, pinned; None if the driver refuses."""
-        size = os.fstat(self._file.fd).st_size
-        nbytes = min(self._nbytes, size - self._offset)
-        for _ in range(2):  # the first refusal may tell that pages must be writable
-            was_read_only = runtime.registers_read_only
-            pages = Pages(self._file.fd, runtime, self._offset, nbytes)
-            if pages.register(0, nbytes):
-                return pages
-            if runtime.registers_read_only == was_read_only:
-                break
-        return None
-
-    def unpin(self) -> None:
-        """Unpin the pages if they are pinned; no copy from there may be under way."""
-        self._pages = None
+    def unlock(self) -> None:
+        """Unlock the pages if they are locked."""
         self._release()
+        self._content = None
 
 
 class Segments:
@@ -148,9 +170,41 @@ class Segments:
         return found
 
 
-def _unpin(pages: Pages, budget: Budget, nbytes: int) -> None:
+def _map(fd: int, begin: int, nbytes: int) -> torch.Tensor:
+    nbytes = min(nbytes, os.fstat(fd).st_size - begin)
+    mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns: the memory is read-only, tensors are not
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _register(content: torch.Tensor, runtime: Runtime, windows: list[int]) -> bool:
+    """Register mapped pages, window by window.
+
+    Args:
+        content: the pages.
+        runtime: of the device.
+        windows: gets the address of each window that is registered.
+
+    Returns:
+        Whether all are.
+    """
+    for begin in range(0, content.numel(), _WINDOW_NBYTES):
+        window = content[begin : begin + _WINDOW_NBYTES]
+        # The driver would fault the pages in one by one, which takes twice as long.
+        populate(window.data_ptr(), window.numel())
+        if not runtime.register(window.data_ptr(), window.numel(), read_only=True):
+            return False
+        windows.append(window.data_ptr())
+    return True
+
+
+def _release(windows: list[int], runtime: Runtime, budget: Budget, nbytes: int) -> None:
     try:
-        pages.release(0)
+        if windows:
+            runtime.drain()  # a copy from there may be under way
+        while windows:
+            runtime.unregister(windows.pop())
     finally:
         budget.give_back(nbytes)
 
@@ -174,8 +228,3 @@ def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         end = max(end, high)
     if end:
         yield begin, end
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("weights that wait are not pinned, and copied more slowly: %s", reason)

@@ -1,194 +1,277 @@
-"""Copies the tensors of modules from this process's memory to devices, at the speed of the bus.
+"""Copies bytes of this process to devices, through slots of page-locked memory.
 
-Threads fill the slots of a ring, and each device fetches from a slot while the next one is filled.
+Several cores fill one slot together, and the devices fetch from it while the next one is filled:
 
-Guarantee: when `upload` returns, all bytes are on their devices; when it raises, no copy is under
-way. The modules get their tensors only by `Moves.commit`.
+    cores    fill 1  fill 2  fill 3  fill 1 ...
+    caller          start 1  start 2  start 3 ...
+    bus              copy 1 ─────  copy 2 ─────  copy 3 ─────
+
+One thread, the caller's, starts all copies. So nothing waits for the interpreter's lock but the few
+calls that each slot takes.
+
+Guarantee: a slot is filled again only when the devices have read it. After the context no copy is
+under way, and no memory is locked. Sources are read by cores alone, and never by a device.
 """
 
+import bisect
 import contextlib
+import ctypes
 import itertools
 import os
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from shmload._decoding.ring import RingShape, ring_shape
-from shmload._devices.moves import Allocation
-from shmload._devices.pinned import PinnedRing
-from shmload._runtimes.runtime import Event, Runtime, drain, start
+from shmload._devices.moves import Move, Moves, Overlaps
+from shmload._devices.page_locked import PageLocked
+from shmload._host.memory import PAGE_NBYTES
+from shmload._host.procfs import mappings
+from shmload._loading.load import Load
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
-# With an H200 and 16 cores, 8 threads with slots of 8 MiB bring 4.5 GB at 13 GB/s, 16 with slots of
-# 4 MiB at 8: each copy takes the interpreter's lock, and more threads wait for it longer.
+_SLOT_NBYTES = 32 << 20
+# One is filled while the devices fetch from another, and one waits in between.
+_SLOTS = 3
+# Each core fills a part: eight of them reach the speed of the host's memory.
+_PART_NBYTES = 4 << 20
 _MAX_THREADS = 8
-_SLOT_NBYTES = 8 << 20
-# One being filled, one being copied.
-_SLOTS_OF_A_THREAD = 2
 
 
-class Extent(NamedTuple):
-    """Consecutive bytes of one allocation that go through a slot."""
+class Fetch(NamedTuple):
+    """Consecutive bytes of a slot that a device fetches."""
 
-    allocation: Allocation
-    begin: int
-    """Offset of the first byte in the allocation, in bytes."""
-    end: int
-    """Offset behind the last byte in the allocation, in bytes."""
+    runtime: Runtime
+    memory: torch.Tensor
+    """An allocation of the device."""
     offset: int
-    """Offset of the first byte in the slot, in bytes."""
+    """Where the bytes go in it, in bytes."""
+    begin: int
+    """Where they begin in the slot, in bytes."""
+    nbytes: int
 
 
-def filler_count() -> int:
-    """Return how many threads fill a ring."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+class Fill(NamedTuple):
+    """Consecutive bytes of this process that go into a slot."""
+
+    begin: int
+    """Where they go in the slot, in bytes."""
+    address: int
+    nbytes: int
 
 
-def upload_shape(max_nbytes: int | None = None) -> RingShape:
-    """Return the shape of a ring that only this process's threads fill.
+class Batch:
+    """What goes through a slot at a time."""
+
+    def __init__(self) -> None:
+        self.fills: list[Fill] = []
+        self.fetches: list[Fetch] = []
+
+    def next_begin(self, move: Move) -> int:
+        """Return where a move's bytes go in the slot, in bytes.
+
+        Neighbours in an allocation keep their distance, and are fetched together.
+        """
+        if not self.fetches:
+            return 0
+        last = self.fetches[-1]
+        gap = move.offset - last.offset - last.nbytes
+        is_near = last.memory is move.memory and 0 <= gap < ALIGNMENT_NBYTES
+        return last.begin + last.nbytes + (gap if is_near else 0)
+
+    def add(self, move: Move) -> None:
+        """Add a move that fits into what is left of the slot."""
+        begin = self.next_begin(move)
+        self.fills.append(Fill(begin, move.address, move.nbytes))
+        last = self.fetches[-1] if self.fetches else None
+        if last and last.memory is move.memory and begin - last.begin == move.offset - last.offset:
+            self.fetches[-1] = last._replace(nbytes=begin + move.nbytes - last.begin)
+        else:
+            self.fetches.append(Fetch(move.runtime, move.memory, move.offset, begin, move.nbytes))
+
+
+def batches(moves: Iterable[Move], slot_nbytes: int) -> Iterator[Batch]:
+    """Yield what goes through slots: every byte of the moves, once and in order.
 
     Args:
-        max_nbytes: limit for the whole ring, in bytes; None for the fastest shape.
-
-    Raises:
-        ArgumentError: the limit is below two pages.
-    """
-    return ring_shape(filler_count(), max_nbytes, _SLOT_NBYTES, _SLOTS_OF_A_THREAD)
-
-
-def upload(allocations: Sequence[Allocation], shape: RingShape, ring: PinnedRing) -> None:
-    """Copy the bytes of allocations through a ring; blocks until all are on their devices.
-
-    Args:
-        allocations: their bytes are in this process's memory.
-        shape: of the ring.
-        ring: stays the caller's; all its slots are free.
-
-    Raises:
-        torch.OutOfMemoryError: a device is full.
-        RuntimeError: a driver failed.
-    """
-    nbytes = sum(there.used_nbytes for there in allocations)
-    if nbytes:
-        needed = -(-nbytes // shape.slot_nbytes)
-        threads = min(filler_count(), shape.slots, needed)
-        offsets = [number * shape.slot_nbytes for number in range(shape.slots)]
-        slots = [offsets[lane::threads][:_SLOTS_OF_A_THREAD] for lane in range(threads)]
-        _Upload(allocations, shape.slot_nbytes, ring, slots).run()
-
-
-def batches(allocations: Sequence[Allocation], slot_nbytes: int) -> Iterator[list[Extent]]:
-    """Yield the extents that go through a slot together: every used byte, once and in order.
-
-    Args:
-        allocations: to copy.
+        moves: to be made.
         slot_nbytes: size of a slot, in bytes.
     """
-    batch: list[Extent] = []
-    used = 0
-    for allocation in allocations:
-        begin = 0
-        while begin < allocation.used_nbytes:
-            if used == slot_nbytes:
+    batch = Batch()
+    for whole in moves:
+        move = whole
+        while move.nbytes:
+            room = slot_nbytes - batch.next_begin(move)
+            if room <= 0:
                 yield batch
-                batch, used = [], 0
-            end = min(allocation.used_nbytes, begin + slot_nbytes - used)
-            batch.append(Extent(allocation, begin, end, used))
-            used += end - begin
-            begin = end
-    if batch:
+                batch = Batch()
+                continue
+            middle = min(move.end, move.address + room)
+            batch.add(move.part(move.address, middle))
+            move = move.part(middle, move.end)
+    if batch.fills:
         yield batch
 
 
-class _Upload:
-    """One call of `upload`: each thread has its own slots and lane, and takes the next batch.
+class Upload:
+    """Slots, and the threads that fill them; a context that waits for the copies and ends all.
 
     Args:
-        allocations: to copy.
-        slot_nbytes: size of the ring's slots, in bytes.
-        ring: stays the caller's.
-        slots: of each lane, as offsets in the ring, in bytes.
+        nbytes: about how much will be copied, in bytes.
+        runtime: of the device that locks the slots; others may fetch from there too.
+        max_nbytes: limit for all slots together, in bytes.
     """
 
-    def __init__(
-        self,
-        allocations: Sequence[Allocation],
-        slot_nbytes: int,
-        ring: PinnedRing,
-        slots: Sequence[Sequence[int]],
-    ) -> None:
-        self._batches = batches(allocations, slot_nbytes)
-        self._runtimes = {there.runtime for there in allocations}
-        self._ring = ring
-        self._slots = slots
-        self._lock = threading.Lock()
-        self._is_given_up = False
-        # Threads do not inherit this mode, and tensors made in it may be written to only in it.
-        self._is_inference = torch.is_inference_mode_enabled()
+    def __init__(self, nbytes: int, runtime: Runtime, max_nbytes: int | None = None) -> None:
+        most = _SLOT_NBYTES if max_nbytes is None else min(_SLOT_NBYTES, max_nbytes // _SLOTS)
+        pages = min(most // PAGE_NBYTES, -(-nbytes // PAGE_NBYTES))
+        self._slot_nbytes = max(1, pages) * PAGE_NBYTES
+        self._runtime = runtime
+        self._pool = ThreadPoolExecutor(
+            min(_MAX_THREADS, len(os.sched_getaffinity(0))), "shmload-upload"
+        )
+        self._slots: list[Future[PageLocked]] = []
+        self._busy: deque[tuple[PageLocked, list[Any]]] = deque()
+        self._runtimes: dict[Runtime, None] = {}
+        # At once, beside each other: to make and to lock the pages takes some milliseconds a slot.
+        needed = min(_SLOTS, -(-nbytes // self._slot_nbytes))
+        self._free = deque(self._make_slot() for _ in range(needed))
 
-    def run(self) -> None:
-        for runtime in self._runtimes:
-            for lane in range(len(self._slots)):
-                runtime.follow(lane)
-        with ThreadPoolExecutor(len(self._slots), "shmload-upload") as executor:
-            try:
-                list(executor.map(self._start, range(len(self._slots))))
-            except BaseException:
-                self._is_given_up = True
-                raise
+    def __enter__(self) -> Self:
+        return self
 
-    def _start(self, lane: int) -> None:
-        try:
-            with torch.inference_mode(self._is_inference), contextlib.ExitStack() as lanes:
-                for runtime in self._runtimes:
-                    lanes.enter_context(runtime.using(lane))
-                self._work(lane)
-        except BaseException:
-            self._is_given_up = True  # the other threads stop at their next batch
-            raise
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
-    def _work(self, lane: int) -> None:
-        busy: deque[list[Event]] = deque()
-        try:
-            for offset in itertools.cycle(self._slots[lane]):
-                batch = self._next_batch()
-                if batch is None:
-                    return
-                if len(busy) == len(self._slots[lane]):
-                    for event in busy.popleft():
-                        event.wait()
-                busy.append(start(self._copies(batch, offset), lane))
-        finally:
-            drain(self._runtimes, lane)
+    def close(self) -> None:
+        """Wait for the copies, end the threads and release the slots; a second call is fine."""
+        with contextlib.ExitStack() as closing:  # all, also if one fails
+            for slot in self._slots:
+                closing.callback(_close, slot)
+            for runtime in self._runtimes:
+                closing.callback(runtime.drain)
+            closing.callback(self._pool.shutdown, cancel_futures=True)
 
-    def _next_batch(self) -> list[Extent] | None:
-        with self._lock:
-            return None if self._is_given_up else next(self._batches, None)
-
-    def _copies(
-        self, batch: list[Extent], offset: int
-    ) -> Iterator[tuple[Runtime, torch.Tensor, torch.Tensor]]:
-        """Fill a slot; yields the copies from it, each as soon as its bytes are there."""
-        slot = self._ring.slot(offset)
-        for extent in batch:
-            self._fill(offset + extent.offset, extent)
-            source = slot[extent.offset : extent.offset + extent.end - extent.begin]
-            there = extent.allocation
-            yield there.runtime, there.memory[extent.begin : extent.end], source
-
-    def _fill(self, offset: int, extent: Extent) -> None:
-        """Copy an extent's bytes into the ring.
+    def copy(self, moves: Iterable[Move]) -> None:
+        """Start to copy bytes; returns when they have been read, and may change.
 
         Args:
-            offset: of its first byte in the ring, in bytes.
-            extent: bytes of its allocation; gaps between tensors are not copied.
+            moves: to any devices.
+
+        Raises:
+            torch.OutOfMemoryError: a device is full.
+            RuntimeError: a driver failed.
         """
-        for move in extent.allocation.moves:
-            low = max(extent.begin, move.offset)
-            high = min(extent.end, move.offset + move.nbytes)
-            if low < high:
-                address = move.address + low - move.offset
-                self._ring.put(offset + low - extent.begin, address, high - low)
+        before = None
+        for batch in batches(moves, self._slot_nbytes):
+            slot = self._take()
+            address = slot.content.data_ptr()
+            fills = [self._pool.submit(_fill, address, part) for part in _parts(batch.fills)]
+            if before:  # the cores go on meanwhile
+                self._start(*before)
+            before = batch, slot, fills
+        if before:
+            self._start(*before)
+
+    def _take(self) -> PageLocked:
+        """Return a slot that all devices have read."""
+        if not self._free and len(self._slots) < _SLOTS:
+            self._free.append(self._make_slot())
+        if self._free:
+            return self._free.popleft().result()
+        slot, events = self._busy.popleft()
+        for event in events:
+            event.synchronize()
+        return slot
+
+    def _make_slot(self) -> "Future[PageLocked]":
+        slot = self._pool.submit(PageLocked, self._slot_nbytes, self._runtime)
+        self._slots.append(slot)
+        return slot
+
+    def _start(self, batch: Batch, slot: PageLocked, fills: list["Future[None]"]) -> None:
+        """Have the devices fetch from a slot when it is filled."""
+        for fill in fills:
+            fill.result()
+        by_runtime: dict[Runtime, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for runtime, memory, offset, begin, nbytes in batch.fetches:
+            pair = memory[offset : offset + nbytes], slot.content[begin : begin + nbytes]
+            by_runtime.setdefault(runtime, []).append(pair)
+        events = []
+        for runtime, pairs in by_runtime.items():
+            if runtime not in self._runtimes:
+                self._runtimes[runtime] = None
+                runtime.follow()
+            runtime.copy(pairs)
+            events.append(runtime.record())
+        self._busy.append((slot, events))
+
+
+def _parts(fills: Iterable[Fill]) -> Iterator[list[Fill]]:
+    """Cut what goes into a slot into parts that a core fills, of one size."""
+    part: list[Fill] = []
+    room = _PART_NBYTES
+    for whole in fills:
+        begin, address, left = whole
+        while left:
+            nbytes = min(left, room)
+            part.append(Fill(begin, address, nbytes))
+            begin, address, left = begin + nbytes, address + nbytes, left - nbytes
+            room -= nbytes
+            if not room:
+                yield part
+                part, room = [], _PART_NBYTES
+    if part:
+        yield part
+
+
+def _fill(slot: int, part: Iterable[Fill]) -> None:
+    """Copy bytes into a slot, without the interpreter's lock."""
+    for begin, address, nbytes in part:
+        ctypes.memmove(slot + begin, address, nbytes)
+
+
+def _close(slot: "Future[PageLocked]") -> None:
+    if not slot.cancelled() and slot.exception() is None:
+        slot.result().close()
+
+
+def bring(moves: Moves, load: Load | None = None, max_nbytes: int | None = None) -> None:
+    """Copy all bytes of moves, those that a load decodes as they come; blocks until all are there.
+
+    Args:
+        moves: to be made; the caller commits them.
+        load: fills the segments that some of them lie in. If it is bounded, it gets its memory back
+            behind the copy.
+        max_nbytes: limit for the slots, in bytes.
+
+    Raises:
+        ShmloadError: the load failed.
+        torch.OutOfMemoryError: a device is full.
+        RuntimeError: a driver failed.
+    """
+    if not moves.moves:
+        if load:
+            load.wait()
+        return
+    spans = sorted(mappings({part.inode for _, part in load.holdings.unfinished()}) if load else ())
+    starts = [there.start for there in spans]
+
+    def comes_later(move: Move) -> bool:
+        position = bisect.bisect_right(starts, move.address)
+        return position > 0 and move.address < spans[position - 1].end
+
+    nbytes = sum(move.nbytes for move in moves.moves)
+    with Upload(nbytes, moves.runtimes[0], max_nbytes) as upload:
+        upload.copy(itertools.filterfalse(comes_later, moves.moves))
+        coming = Overlaps(filter(comes_later, moves.moves))
+        while load and spans and (piece := load.filled.get()) is not None:
+            for there in spans:
+                if there.inode == piece.inode:
+                    base = there.start - there.offset
+                    upload.copy(coming.within(base + piece.begin, base + piece.end))
+            load.give_back(piece)
+        if load:
+            load.wait()

@@ -1,38 +1,126 @@
 """Brings weights that wait on the host to a device, a block at a time, when they compute.
 
 A block is a module whose weights travel together. While it computes, the block that came after it
-the last time is copied: to the other of two buffers, which the device fetches from pinned pages.
+the last time is copied: to the other of two buffers, which the device fetches from locked pages.
 
       host    enter 1            leave 1, enter 2           leave 2, enter 3
-      lane    copy 1, copy 2     copy 3, behind block 1     copy 1, behind block 2
+      copies  copy 1, copy 2     copy 3, behind block 1     copy 1, behind block 2
       device  copy 1 > block 1   copy 2 > block 2           copy 3 > block 3
 
-Weights that are not in pinned pages are copied when their block is entered, and so are all where
-gradients are on: there each pass has memory of its own, which lives as long as autograd needs it.
+Weights that are not in locked pages are copied when their block is entered, through slots as in any
+upload, and so are all where gradients are on: there each pass has memory of its own, which lives as
+long as autograd needs it.
 
 Guarantee: between two passes a module has its own parameters, on the host, also after an error.
 """
 
 import contextlib
-import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NoReturn, Self
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
 
-from shmload._devices.block import Block, Layout, Turns
+from shmload._devices.moves import Move
 from shmload._devices.origin import Origin
-from shmload._runtimes.runtime import Runtime, drain
+from shmload._devices.upload import Upload
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError
 
 logger = logger_of(__name__)
 
 _BUFFERS = 2
-_LANES = itertools.count(64)  # not those that uploads use
+
+
+class _Weight(NamedTuple):
+    """A parameter on the host, and where a module has it."""
+
+    holder: nn.Module
+    name: str
+    tensor: nn.Parameter
+
+
+class _Block:
+    """One module whose weights travel together.
+
+    Args:
+        root: the module; weakly held.
+        origins: that hold its weights, or some of them.
+    """
+
+    def __init__(self, root: nn.Module, origins: Sequence[Origin]) -> None:
+        self._root = weakref.ref(root)
+        self.origins = origins
+        self.calls: Counter[int] = Counter()
+        """How many calls of its modules are under way, by the thread that called."""
+        self.bound: list[tuple[_Weight, nn.Parameter]] = []
+        """Its weights, each with the parameter that stands for it on the device."""
+        self.following: weakref.ref[_Block] | None = None
+        """The block that came next the last time."""
+
+    def weights(self) -> list[_Weight]:
+        """Return its parameters that are on the host: adapters may have come, others gone."""
+        root = self._root()
+        return [
+            _Weight(holder, name, tensor)
+            for holder in (root.modules() if root else ())
+            for name, tensor in holder._parameters.items()
+            if tensor is not None and tensor.is_cpu
+        ]
+
+
+_Key = tuple[int, int, torch.dtype]  # address, size and dtype of a weight
+
+
+class _Layout:
+    """Where weights lie in memory of the device, which is written at once.
+
+    Args:
+        tensors: consecutive bytes each.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.offsets: dict[_Key, int] = {}
+        """Of each weight, in bytes."""
+        self._tensors: list[torch.Tensor] = []
+        self.nbytes = 0
+        """Size of all, in bytes, with the gaps between them."""
+        for tensor in tensors:
+            if _key(tensor) not in self.offsets:
+                self.offsets[_key(tensor)] = self.nbytes
+                self._tensors.append(tensor)
+                self.nbytes += tensor.nbytes + -tensor.nbytes % ALIGNMENT_NBYTES
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each weight, with its offset in bytes."""
+        return zip(self.offsets.values(), self._tensors, strict=True)
+
+    def view(self, memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a weight in the memory."""
+        offset = self.offsets[_key(tensor)]
+        flat = memory[offset : offset + tensor.nbytes]
+        return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+class _Buffer:
+    """Memory of the device that blocks take in turn."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self.block: weakref.ref[_Block] | None = None
+        """Whose weights it has."""
+        self.offsets: dict[_Key, int] = {}
+        """Where each of them lies."""
+        self.user: _Block | None = None
+        """The block that computes from it."""
 
 
 class Waiting:
@@ -46,15 +134,15 @@ class Waiting:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._lane = next(_LANES)
         self._lock = threading.Lock()
-        self._turns = Turns(_BUFFERS)
-        self._blocks: dict[int, Block] = {}
-        self._memory: list[torch.Tensor | None] = [None] * _BUFFERS
-        self._loaded: list[Layout | None] = [None] * _BUFFERS
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
+        # Of each thread, the block that it entered last; of None the one that was added last.
+        self._last: dict[int | None, weakref.ref[_Block]] = {}
+        # The one that was used longest ago first.
+        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
         self._buffer_nbytes = 0
-        self._lacking: list[int] = []  # buffers without room on the device, until `release`
-        self._gone: list[int] = []
+        self._upload: Upload | None = None
+        self._close_upload: Callable[[], object] = lambda: None
         self._is_holding = False  # pages or buffers, since the last `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -71,13 +159,13 @@ class Waiting:
 
         Args:
             root: the module. A block that is used without this has none.
-            origins: that hold weights of it; unpinned when the module dies.
+            origins: that hold weights of it; unlocked when the module dies.
         """
-        with self._locked():
-            if self._blocks:
-                self._turns.expect(next(reversed(self._blocks)), id(root))
-            layout = Layout(self._note(root, origins).weights(), origins)
-            self._buffer_nbytes = max(self._buffer_nbytes, layout.nbytes)
+        with self._lock:
+            self._blocks[root] = block = _Block(root, origins)
+            self._note_use(block, None)
+            inside = [w.tensor for w in block.weights() if _origin_of(w.tensor, origins)]
+            self._buffer_nbytes = max(self._buffer_nbytes, _Layout(inside).nbytes)
 
     @contextlib.contextmanager
     def using(self, root: nn.Module) -> Iterator[None]:
@@ -88,56 +176,55 @@ class Waiting:
             RuntimeError: a driver failed.
         """
         caller = threading.get_ident()
-        with self._locked():
-            block = self._enter(root)
+        with self._lock:
+            block = self._blocks.get(root)
+            if block is None:
+                self._blocks[root] = block = _Block(root, ())
+            if not block.calls:
+                self._bind(block)
             block.calls[caller] += 1
         try:
             if block.calls[caller] == 1:
-                with self._locked():
+                with self._lock:
                     self._join()
-                    self._look_ahead(id(root), caller)
+                    self._note_use(block, caller)
+                    self._look_ahead(block)
             yield
         finally:
-            with self._locked():
+            with self._lock:
                 self._leave(block, caller)
 
     def release(self) -> None:
-        """Free the buffers and unpin all pages; they are taken again when a block is used."""
-        with self._locked():
+        """Free the buffers and unlock all pages; they are taken again when a block is used."""
+        with self._lock:
             if not self._is_holding:  # each hook of a model calls this when it is removed
                 return
-            drain([self.runtime], self._lane)
-            for key, block in self._blocks.items():
-                self._turns.drop(key)
-                block.unpin()
-            self._memory = [None] * _BUFFERS
-            self._loaded = [None] * _BUFFERS
-            while self._lacking:
-                self._turns.leave(self._lacking.pop())
+            self.runtime.drain()
+            for block in list(self._blocks.values()):
+                for origin in block.origins:
+                    origin.unlock()
+            self._buffers = [_Buffer() for _ in range(_BUFFERS)]
+            self._upload = None
+            self._close_upload()
             self._is_holding = False
 
     # With the lock held ---------------------------------------------------------------------------
 
-    def _note(self, root: nn.Module, origins: Sequence[Origin]) -> Block:
-        self._blocks[id(root)] = block = Block(root, origins)
-        weakref.finalize(root, self._forget, id(root)).atexit = False
-        return block
-
-    def _enter(self, root: nn.Module) -> Block:
-        self._sweep()
-        block = self._blocks.get(id(root)) or self._note(root, ())
-        if not block.calls:
-            self._bind(id(root), block)
-        return block
+    def _note_use(self, block: _Block, caller: int | None) -> None:
+        """Note that a block is used, and followed the one that this caller used before."""
+        last = self._last[caller]() if caller in self._last else None
+        if last is not None and last is not block:
+            last.following = weakref.ref(block)
+        self._last[caller] = weakref.ref(block)
 
     def _join(self) -> None:
         try:
-            self.runtime.join(self._lane)
+            self.runtime.join()
         except BaseException:  # the memory is freed now, and no copy may reach it then
-            drain([self.runtime], self._lane)
+            self.runtime.drain()
             raise
 
-    def _leave(self, block: Block, caller: int) -> None:
+    def _leave(self, block: _Block, caller: int) -> None:
         block.calls[caller] -= 1
         if block.calls[caller]:
             return
@@ -145,27 +232,18 @@ class Waiting:
         if not block.calls:
             self._unbind(block)
         # The next copy into its buffer waits for what this thread has started on the device.
-        self.runtime.follow(self._lane)
+        self.runtime.follow()
 
-    def _bind(self, key: int, block: Block) -> None:
+    def _bind(self, block: _Block) -> None:
         """Put parameters on the device in the place of a block's own."""
         weights = block.weights()
-        clean = [origin for origin in self._pinned(block) if origin.is_clean]
-        layout = Layout(weights, clean)
-        made: dict[int, nn.Parameter] = {}
+        tensors = {id(weight.tensor): weight.tensor for weight in weights}
         try:
-            memory = self._bring(key, block, layout) if layout.offsets else None
-            for weight in weights:
-                tensor = weight.tensor
-                if id(tensor) not in made:
-                    there = layout.view(memory, tensor) if memory is not None else None
-                    if there is None:
-                        there = tensor.detach().to(self.runtime.device)
-                    made[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad)
+            made = self._bring(block, list(tensors.values()))
         except BaseException:
             # Copies that have begun end before their memory is freed: it may be in no buffer.
             try:
-                drain([self.runtime], self._lane)
+                self.runtime.drain()
             finally:
                 self._unbind(block)
             raise
@@ -173,113 +251,131 @@ class Waiting:
             weight.holder._parameters[weight.name] = made[id(weight.tensor)]
             block.bound.append((weight, made[id(weight.tensor)]))
 
-    def _pinned(self, block: Block) -> list[Origin]:
-        """Pin a block's origins; returns those that are pinned."""
-        self._is_holding = True
-        return [origin for origin in block.origins if origin.pin(self.runtime)]
-
-    def _unbind(self, block: Block) -> None:
+    def _unbind(self, block: _Block) -> None:
         for weight, stand_in in block.bound:
             if weight.holder._parameters.get(weight.name) is stand_in:
                 weight.holder._parameters[weight.name] = weight.tensor
         block.bound.clear()
-        buffer, block.buffer = block.buffer, None
-        if buffer is not None:
-            self._turns.leave(buffer)
+        for buffer in self._buffers:
+            if buffer.user is block:
+                buffer.user = None
 
-    def _bring(self, key: int, block: Block, layout: Layout) -> torch.Tensor:
-        """Return memory of the device with a block's weights: the copy was started at least."""
-        buffer = None if torch.is_grad_enabled() else self._turns.find_or_take(key)
+    def _bring(self, block: _Block, tensors: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
+        """Return parameters on the device, by the `id` of the block's own; copies have begun."""
+        clean = [origin for origin in self._locked(block) if origin.is_clean]
+        there = _Layout(each for each in tensors if _origin_of(each, clean))
+        rest = _Layout(
+            each for each in tensors if _key(each) not in there.offsets and _is_flat(each)
+        )
+        of_buffer = self._from_pages(block, there, clean) if there.nbytes else None
+        of_slots = self._through_slots(rest) if rest.nbytes else None
+        made: dict[int, nn.Parameter] = {}
+        for tensor in tensors:
+            if of_buffer is not None and _key(tensor) in there.offsets:
+                target = there.view(of_buffer, tensor)
+            elif of_slots is not None and _key(tensor) in rest.offsets:
+                target = rest.view(of_slots, tensor)
+            else:
+                target = tensor.detach().to(self.runtime.device)
+            made[id(tensor)] = nn.Parameter(target, requires_grad=tensor.requires_grad)
+        return made
+
+    def _locked(self, block: _Block) -> list[Origin]:
+        """Lock a block's origins; returns those that are locked."""
+        self._is_holding = True
+        return [origin for origin in block.origins if origin.lock(self.runtime)]
+
+    def _from_pages(
+        self, block: _Block, layout: _Layout, origins: Sequence[Origin]
+    ) -> torch.Tensor:
+        """Return memory of the device with weights in locked pages."""
+        buffer = None if torch.is_grad_enabled() else self._find(block) or self._take()
         if buffer is None:  # all are in use, or autograd may keep it
             memory = self._allocate(layout.nbytes)
-            self._copy(layout, memory)
+            self._fetch(layout, memory, origins)
             return memory
-        memory = self._fill(key, buffer, layout)
-        self._turns.enter(buffer)
-        block.buffer = buffer
+        memory = self._fill(buffer, block, layout, origins)
+        buffer.user = block
         return memory
 
-    def _look_ahead(self, current: int, caller: int) -> None:
+    def _through_slots(self, layout: _Layout) -> torch.Tensor:
+        """Return new memory of the device with weights in memory of this process."""
+        memory = self._allocate(layout.nbytes)
+        if self._upload is None:
+            self._upload = Upload(layout.nbytes, self.runtime)
+            self._close_upload = close = weakref.finalize(self, self._upload.close)
+            close.atexit = False  # the end of the process releases all
+        self._upload.copy(
+            Move(tensor.data_ptr(), tensor.nbytes, self.runtime, memory, offset)
+            for offset, tensor in layout
+        )
+        return memory
+
+    def _look_ahead(self, current: _Block) -> None:
         """Start to copy the block that is likely to follow the current one into a free buffer."""
-        key = self._turns.follow(current, caller)
-        block = None if key is None else self._blocks.get(key)
-        if key is None or not block or torch.is_grad_enabled() or self._turns.find(key) is not None:
+        block = current.following() if current.following else None
+        if block is None or torch.is_grad_enabled() or self._find(block):
             return
-        layout = Layout(block.weights(), self._pinned(block))
-        buffer = self._turns.take(key) if layout.offsets else None
+        origins = self._locked(block)
+        layout = _Layout(w.tensor for w in block.weights() if _origin_of(w.tensor, origins))
+        buffer = self._take() if layout.nbytes else None
         if buffer is None:
             return
         try:
-            self._fill(key, buffer, layout)
+            self._fill(buffer, block, layout, origins)
         except torch.OutOfMemoryError:  # the block is copied when it is used
-            if self._memory[buffer] is None:
+            if buffer.memory is None:
                 logger.info("%s has no room for a second buffer", self.runtime.name)
-                self._turns.enter(buffer)
-                self._lacking.append(buffer)
+                self._buffers.remove(buffer)  # until `release`
 
-    def _fill(self, key: int, buffer: int, layout: Layout) -> torch.Tensor:
+    def _find(self, block: _Block) -> _Buffer | None:
+        """Return the buffer that has a block's weights."""
+        return next((b for b in self._buffers if b.block and b.block() is block), None)
+
+    def _take(self) -> _Buffer | None:
+        """Return the buffer whose turn it is; None if blocks compute from all."""
+        return next((buffer for buffer in self._buffers if buffer.user is None), None)
+
+    def _fill(
+        self, buffer: _Buffer, block: _Block, layout: _Layout, origins: Sequence[Origin]
+    ) -> torch.Tensor:
         """Have a buffer hold a block's weights, unless it does."""
-        memory = self._memory[buffer]
-        if memory is not None and self._loaded[buffer] == layout:
-            return memory
-        self._loaded[buffer] = None
-        try:
-            if memory is None or memory.numel() < layout.nbytes:
-                if memory is not None:  # a copy to it may be under way
-                    drain([self.runtime], self._lane)
-                    self._memory[buffer] = memory = None
-                memory = self._allocate(max(layout.nbytes, self._buffer_nbytes))
-                self._memory[buffer] = memory
-            self._copy(layout, memory)
-        except BaseException:
-            self._turns.drop(key)
-            raise
-        self._loaded[buffer] = layout
-        return memory
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        has_it = buffer.block is not None and buffer.block() is block
+        if buffer.memory is not None and has_it and buffer.offsets == layout.offsets:
+            return buffer.memory
+        buffer.block = None
+        if buffer.memory is not None and buffer.memory.numel() < layout.nbytes:
+            self.runtime.drain()  # a copy to it may be under way
+            buffer.memory = None
+        if buffer.memory is None:
+            buffer.memory = self._allocate(max(layout.nbytes, self._buffer_nbytes))
+        self._fetch(layout, buffer.memory, origins)
+        buffer.block, buffer.offsets = weakref.ref(block), layout.offsets
+        return buffer.memory
+
+    def _fetch(self, layout: _Layout, memory: torch.Tensor, origins: Sequence[Origin]) -> None:
+        """Start to copy weights from locked pages."""
+        copies = []
+        for offset, tensor in layout:
+            origin = _origin_of(tensor, origins)
+            assert origin
+            copies.append((memory[offset : offset + tensor.nbytes], origin.source(tensor)))
+        self.runtime.copy(copies)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):  # such memory may be written to only in this mode
             memory = self.runtime.empty(nbytes)
-        self.runtime.follow(self._lane)  # what had this memory before may still be in use
+        self.runtime.follow()  # what had this memory before may still be in use
         return memory
 
-    def _copy(self, layout: Layout, memory: torch.Tensor) -> None:
-        for offset, source in layout.sources():
-            self.runtime.copy(memory[offset : offset + source.numel()], source, self._lane)
 
-    def _sweep(self) -> None:
-        """Forget the blocks whose modules are gone."""
-        while self._gone:
-            key = self._gone.pop()
-            block = self._blocks.get(key)
-            if block and block.root() is None:
-                del self._blocks[key]
-                self._turns.forget(key)
-                drain([self.runtime], self._lane)
-                block.unpin()
+def _origin_of(tensor: torch.Tensor, origins: Iterable[Origin]) -> Origin | None:
+    """Return the origin that holds a weight."""
+    return next((each for each in origins if each.holds(tensor)), None)
 
-    # Without the lock -----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock; blocks whose modules die meanwhile are forgotten afterwards."""
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._forget_gone()
-
-    # A module's death ends here, in any thread and with or without the lock.
-    def _forget(self, key: int) -> None:
-        self._gone.append(key)
-        self._forget_gone()
-
-    def _forget_gone(self) -> None:
-        # Whoever holds the lock now does it after releasing it.
-        while self._gone and self._lock.acquire(blocking=False):
-            try:
-                self._sweep()
-            except RuntimeError as exc:  # the next copy fails in the same way, and there it is seen
-                logger.warning("%s: %s", self.runtime.name, exc)
-            finally:
-                self._lock.release()
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Tell whether a weight is nothing but consecutive bytes."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -72,12 +71,6 @@ def open_source(path: str | os.PathLike[str]) -> int:
         os.close(fd)
         raise ShardUnreadable(path, "it is not a regular file")
     return fd
-
-
-def is_writable(fd: int) -> bool:
-    """Tell whether a descriptor may write, at any offset."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    return flags & os.O_ACCMODE == os.O_RDWR and not flags & (os.O_APPEND | os.O_PATH)
 
 
 def is_cached(fd: int, nbytes: int) -> bool:

@@ -14,6 +14,8 @@ PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _MAP_FIXED = 0x10
 # linux/mman.h, since Linux 5.14
 _MADV_POPULATE_READ = 22
+# linux/falloc.h: FALLOC_FL_PUNCH_HOLE and _KEEP_SIZE.
+_PUNCH = 0x02 | 0x01
 
 
 def map_at(start: int, end: int, fd: int, offset: int) -> None:
@@ -48,19 +50,20 @@ def populate(start: int, nbytes: int) -> bool:
     return call("madvise", *_memory(first, start + nbytes - first), _MADV_POPULATE_READ) == 0
 
 
-def protect(start: int, nbytes: int, *, writable: bool) -> None:
-    """Make mapped memory writable, or read-only.
+def free_pages(fd: int, begin: int, end: int) -> None:
+    """Free whole pages of a file in memory: they read as zeros from here on, where mapped too.
 
     Args:
-        start: address of the first byte, on a page.
-        nbytes: how many bytes; the rest of the last page changes too.
-        writable: only of a private mapping, or of one that was made from a writable descriptor.
+        fd: the file, open for writing.
+        begin: offset of the first byte.
+        end: offset behind the last byte.
 
     Raises:
         OSError: the kernel refuses.
     """
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    if code := call("mprotect", *_memory(start, nbytes), protection):
+    begin = -(-begin // PAGE_NBYTES) * PAGE_NBYTES
+    size = ctypes.c_long(end - begin)
+    if end > begin and (code := call("fallocate", fd, _PUNCH, ctypes.c_long(begin), size)):
         raise OSError(code, os.strerror(code))
 
 

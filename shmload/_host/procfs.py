@@ -212,17 +212,6 @@ def mappings_below(prefix: str) -> list[tuple[int, int]]:
     return [(each.start, each.end) for each in found]
 
 
-def mapped_library(stem: str) -> str | None:
-    """Return the path of a library that this process has loaded; None if it has not.
-
-    Args:
-        stem: what its file's name begins with, such as `libcudart`.
-    """
-    found = _parse_maps(Path("/proc/self/maps").read_bytes(), [f"/{stem}".encode()])
-    named = (each.path for each in found if os.path.basename(each.path).startswith(stem))
-    return next(named, None)
-
-
 def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode, set[int]]:
     """Return the processes of this user that map the given files, by file.
 

@@ -205,11 +205,6 @@ def reopen_to_write(fd: int) -> int:
     return _reopen(fd, os.O_WRONLY)
 
 
-def reopen_to_map(fd: int) -> int:
-    """As `reopen_to_write`, for reading and writing: a mapping of it can be made writable."""
-    return _reopen(fd, os.O_RDWR)
-
-
 def _reopen(fd: int, access: int) -> int:
     mode = stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222
     os.fchmod(fd, mode | stat.S_IWUSR)

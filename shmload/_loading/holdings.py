@@ -14,12 +14,13 @@ from shmload._decoding.job import Job
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import is_cached, read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
+from shmload._host.memory import free_pages
 from shmload._loading.room import made_room
 from shmload._loading.shard import Action, OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
 from shmload._segments.lease import Lease
 from shmload._segments.listing import SegmentInfo
-from shmload._segments.part import Awaited, Held, Hollow, Opened, Part, acquire
+from shmload._segments.part import Awaited, Held, Opened, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.users import holders
@@ -42,15 +43,15 @@ class Holdings:
 
     Args:
         stay: how long the segments stay.
-        is_hollow: use a stand-in (`Hollow`) for each part: its bytes go through a ring.
+        is_bounded: make parts without names, whose pages may be freed before all are decoded.
         may_link: files that have the wanted dtypes get no segment where the library can map them,
             even if the other segments are to stay.
     """
 
-    def __init__(self, stay: Stay, *, is_hollow: bool, may_link: bool = False) -> None:
+    def __init__(self, stay: Stay, *, is_bounded: bool, may_link: bool = False) -> None:
         self._stay = stay
         self._may_link = may_link
-        self._is_hollow = is_hollow
+        self._is_bounded = is_bounded
         self.shards: list[OpenShard] = []
         self.held: dict[str, Held] = {}
         """By the name of the segment; links have none."""
@@ -76,7 +77,7 @@ class Holdings:
         occupy_standard_streams()
         # A shard, its segment, and a lease for the tensors in it.
         allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
-        keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_hollow
+        keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_bounded
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
             self.shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
@@ -103,7 +104,7 @@ class Holdings:
             elif name not in self.held:  # two paths may lead to one file
                 self.held[name] = self._acquire(name)
                 match self.held[name]:
-                    case Part() | Hollow():
+                    case Part():
                         mine.append(shard)
                     case Segment() as segment:
                         self._headers.append(segment.read_header())  # raises if it is damaged
@@ -113,10 +114,10 @@ class Holdings:
         return mine
 
     def _acquire(self, name: str) -> Held:
-        if self._is_hollow:
+        if self._is_bounded:
             with contextlib.suppress(SegmentUntrusted):  # the bytes go elsewhere
-                return attach(name) or Hollow(name)
-            return Hollow(name)
+                return attach(name) or Part(name, None)
+            return Part(name, None)
         return acquire(name, needs_name=self._stay is not Stay.PRIVATE)
 
     def make_parts(
@@ -138,7 +139,7 @@ class Holdings:
         """
         for shard in shards:
             require_file_size(shard.plan.path, shard.layout.nbytes)
-        nbytes = 0 if self._is_hollow else sum(shard.layout.nbytes for shard in shards)
+        nbytes = 0 if self._is_bounded else sum(shard.layout.nbytes for shard in shards)
         with made_room(nbytes, budget, is_cancelled=is_cancelled) as evicted:
             for shard in shards:
                 self._part(shard).prepare(shard.layout)
@@ -192,15 +193,15 @@ class Holdings:
     def _of(self, shard: OpenShard) -> Held | None:
         return self.held.get(shard.plan.segment)
 
-    def _part(self, shard: OpenShard) -> Part | Hollow:
+    def _part(self, shard: OpenShard) -> Part:
         part = self._of(shard)
-        assert isinstance(part, Part | Hollow)
+        assert isinstance(part, Part)
         return part
 
     # Asking ---------------------------------------------------------------------------------------
 
     def opened(self) -> Iterator[tuple[OpenShard, Opened | None]]:
-        """Yield each shard with its segment, part or stand-in; None for a link or a wait."""
+        """Yield each shard with its segment or part; None for a link or a wait."""
         for shard in self.shards:
             held = self._of(shard)
             yield shard, held if isinstance(held, Opened) else None
@@ -217,22 +218,18 @@ class Holdings:
         }
 
     def inodes(self) -> set[Inode]:
-        """Return the inodes of segments, parts and stand-ins, and of shards that are linked."""
+        """Return the inodes of segments and parts, and of shards that are linked."""
         return {held.inode if held else shard.inode for shard, held in self.opened()}
 
-    def unfinished(self) -> list[tuple[OpenShard, Part | Hollow]]:
-        """Return the parts and stand-ins, whose bytes are still missing, with their shards."""
-        return [(shard, held) for shard, held in self.opened() if isinstance(held, Part | Hollow)]
+    def unfinished(self) -> list[tuple[OpenShard, Part]]:
+        """Return the parts, of which bytes may be missing, with their shards."""
+        return [(shard, held) for shard, held in self.opened() if isinstance(held, Part)]
 
-    @property
-    def hollow(self) -> list[Inode]:
-        """The inodes of the stand-ins; a filled slot of the ring names its place in this list."""
-        return [held.inode for held in self.held.values() if isinstance(held, Hollow)]
-
-    @property
-    def was_read_early(self) -> bool:
-        """Whether some code has read a stand-in's zeros for weights."""
-        return any(isinstance(held, Hollow) and held.was_read for held in self.held.values())
+    def free(self, inode: Inode, begin: int, end: int) -> None:
+        """Free the pages of a part, by its inode, between two offsets in bytes."""
+        for held in self.held.values():
+            if isinstance(held, Part) and held.inode == inode:
+                free_pages(held.fd, begin, end)
 
     # Ending ---------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from typing import NamedTuple, Self
 
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
+from shmload._decoding.allowance import Allowance, Bound
 from shmload._decoding.coordinator import Coordinator
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
-from shmload._decoding.ring import Ring
 from shmload._host.background import Background
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode, inode_of
@@ -34,6 +34,7 @@ from shmload._loading.shard import OpenShard
 from shmload._segments.eviction import Evicted, group_evicted
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.names import name_prefix
+from shmload._segments.pieces import range_of
 from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
@@ -65,7 +66,8 @@ class Load:
         progress: counts the bytes.
         parent_is_busy: the caller needs a core while the load decodes.
         workers: number of worker processes; None for the number in the settings.
-        ring: takes the bytes that are not resident, instead of segments; stays the caller's.
+        bound: how much of what is not resident the host holds at a time, for a private load whose
+            pieces are given back; None for all.
         may_link: as for `Holdings`.
 
     Raises:
@@ -81,11 +83,12 @@ class Load:
         progress: Progress,
         parent_is_busy: bool = False,
         workers: int | None = None,
-        ring: Ring | None = None,
+        bound: Bound | None = None,
         may_link: bool = False,
     ) -> None:
         self._source = source
-        self._ring = ring
+        self._bound = bound
+        self._allowance = Allowance(bound.ahead_nbytes) if bound else None
         self._stay = stay
         self._progress = progress
         if workers is not None and workers < 1:
@@ -93,7 +96,7 @@ class Load:
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
         self._coordinator: Coordinator | None = None
         self._cancelled = threading.Event()
-        self.holdings = Holdings(stay, is_hollow=ring is not None, may_link=may_link)
+        self.holdings = Holdings(stay, is_bounded=bound is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
         self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
         """The pieces of parts that have their bytes, as they come; None when no more will come."""
@@ -104,7 +107,7 @@ class Load:
         """The models, or parts of models, that were evicted to make room for this load."""
         try:
             with explained(source.given), paused_gc():
-                self.holdings.open_shards(source, rules, ring.shape.slot_nbytes if ring else None)
+                self.holdings.open_shards(source, rules, bound.piece_nbytes if bound else None)
                 self._begin()
         except BaseException:  # also Ctrl-C when the thread has already decoded
             self.discard()
@@ -131,6 +134,38 @@ class Load:
             with explained(self._source.given):
                 self._work.wait()
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the load goes on only as pieces are given back."""
+        return self._bound is not None
+
+    def give_back(self, piece: FilledPiece) -> None:
+        """Free the bytes of a piece, which were copied, if the load is bounded."""
+        if self._bound and self._allowance:
+            self.holdings.free(*piece)
+            self._allowance.give_back(piece.end - piece.begin)
+
+    def keep_all(self, reason: str) -> None:
+        """Have the host hold all weights, for what needs them there; nothing was given back yet.
+
+        Args:
+            reason: what needs them.
+
+        Raises:
+            MemoryLimitExceeded: the caller has set the bound.
+        """
+        bound, self._bound = self._bound, None
+        if bound and bound.limit_nbytes is not None:
+            raise MemoryLimitExceeded(
+                sum(shard.source.st_size for shard in self.holdings.shards),
+                bound.limit_nbytes,
+                "max_host_memory",
+                f"{reason}; load it without the limit",
+            )
+        if self._allowance:
+            logger.info("%s: the host holds all weights: %s", self._source.given, reason)
+            self._allowance.lift()
+
     def verify(self) -> None:
         """Recompute the digest of every segment.
 
@@ -154,6 +189,8 @@ class Load:
         interrupt = self._work.join_undisturbed() if self._work else None
         with contextlib.ExitStack() as closing:  # all, even if one raises
             closing.callback(self.holdings.close, is_discarded=is_discarded)
+            if self._allowance:
+                closing.callback(self._allowance.close)
             if self._coordinator:
                 closing.callback(self._coordinator.close)
         if interrupt:
@@ -189,8 +226,6 @@ class Load:
                 self._wait_for(shard)
         finally:
             self.filled.put(None)
-            if self._ring:
-                self._ring.filled.put(None)
 
     def _wait_for(self, shard: OpenShard) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
@@ -218,11 +253,11 @@ class Load:
             logger.info("%s: %s", self._source.given, each)
 
     def _decode(self, shards: list[OpenShard]) -> None:
-        """Fill some shards' parts, or the slots of the ring, and publish the parts."""
+        """Fill some shards' parts, and publish them unless their pages are given back."""
         jobs = self.holdings.jobs(shards)
         # The load's own thread decodes little faster than workers start.
         is_little = sum(job.read_nbytes for job in jobs) <= settings().inline_nbytes
-        workers = 0 if is_little and not self._ring else self._workers
+        workers = 0 if is_little and not self._bound else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
         with self._progress.during(Step.READING):
@@ -230,10 +265,10 @@ class Load:
                 jobs,
                 self._progress.add,
                 self._cancelled.is_set,
-                self._ring,
                 on_piece=self._note_pieces(jobs),
+                allowance=self._allowance,
             )
-        if self._ring:
+        if self.is_bounded:
             return
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest)
@@ -243,8 +278,6 @@ class Load:
         inodes = [inode_of(os.fstat(job.part_fd)) for job in jobs]
 
         def note(job: int, piece: int) -> None:
-            runs = jobs[job].pieces[piece]
-            end = runs[-1].target_offset + runs[-1].target_nbytes
-            self.filled.put(FilledPiece(inodes[job], runs[0].target_offset, end))
+            self.filled.put(FilledPiece(inodes[job], *range_of(jobs[job].pieces[piece])))
 
         return note

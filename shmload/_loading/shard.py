@@ -28,7 +28,7 @@ from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
 from shmload._segments.metadata import make_metadata
 from shmload._segments.names import segment_name
-from shmload._segments.part import Hollow, Part
+from shmload._segments.part import Part
 from shmload._tables import Page, Printable, Table
 from shmload._wording import format_nbytes, printing
 
@@ -131,7 +131,7 @@ class OpenShard(Descriptor):
         """What its segment has; a load that attaches it needs no layout."""
         return lay_out(self.header, self._applied, self._metadata, self._piece_nbytes)
 
-    def job(self, part: Part | Hollow) -> Job:
+    def job(self, part: Part) -> Job:
         """Return the job that decodes it into a part; both descriptors stay with their owners."""
         pointed = pointed_object(self.fd)
         return Job(

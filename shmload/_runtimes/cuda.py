@@ -1,47 +1,28 @@
-"""Devices of CUDA: the generic runtime, and memory of the host that the driver pins.
+"""Devices of CUDA: what torch has for all kinds, and memory of the host that the driver registers.
 
-Torch gives ROCm's devices the same names. ROCm has the functions below under other names; its
-attributes have other numbers, so they are not asked for.
+Torch gives ROCm's devices and functions the same names.
 """
 
 import contextlib
-import ctypes
-import functools
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shmload._compat import has_cuda_context
 from shmload._host import nvml
-from shmload._host.procfs import mapped_library
-from shmload._runtimes.generic import GenericRuntime
-from shmload._wording import logger_of
+from shmload._runtimes.runtime import Runtime, logger, say_once
 
-logger = logger_of(__name__)
-
-# driver_types.h: cudaHostRegisterPortable, for all devices of the process, and -ReadOnly;
-# cudaDevAttrHostRegisterReadOnlySupported; cudaErrorInvalidValue and -NotSupported.
+# driver_types.h: cudaHostRegisterPortable, for all devices of the process, and -ReadOnly.
 _PORTABLE, _READ_ONLY = 0x01, 0x08
-_TAKES_READ_ONLY = 113
-_NO_READ_ONLY = (1, 801)
 # CUDACachingAllocator.cpp: kMinBlockSize, to which sizes are rounded; kSmallSize: up to this size
 # memory comes from blocks of 2 MiB.
 _BLOCK_NBYTES, _SMALL_NBYTES = 512, 1 << 20
 
 
-class CudaRuntime(GenericRuntime):
-    """One CUDA device; each lane is a stream.
-
-    Args:
-        device: with its index.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._registers_read_only: bool | None = None
+class CudaRuntime(Runtime):
+    """One CUDA device."""
 
     @staticmethod
     def free_without_context(indices: Iterable[int]) -> dict[int, int]:
@@ -61,35 +42,24 @@ class CudaRuntime(GenericRuntime):
             self.empty(nbytes)  # freed at once; the allocator keeps it for what comes next
 
     @property
-    def registers_read_only(self) -> bool:
-        if self._registers_read_only is None:
-            found = None if (library := _library()) is None else _takes_read_only(*library, self)
-            self._registers_read_only = found != 0  # unknown: `register` finds out
-        return self._registers_read_only
+    def is_integrated(self) -> bool:
+        return bool(torch.cuda.get_device_properties(self.device).is_integrated)
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        if read_only and not self.registers_read_only:
-            return False
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         with torch.cuda.device(self.device):
             error = int(_cudart().cudaHostRegister(address, nbytes, flags))
             if error == 0:
                 return True
             self.clear_error()
-        if read_only and error in _NO_READ_ONLY:
-            logger.info("%s registers no read-only pages (error %d)", self.name, error)
-            self._registers_read_only = False
-        else:
-            _say_once(f"the driver of {self.name} does not pin memory of the host (error {error})")
+        pages = "read-only pages" if read_only else "memory of the host"
+        say_once(f"the driver of {self.name} does not register {pages} (error {error})")
         return False
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self.device):
             if int(_cudart().cudaHostUnregister(address)) != 0:
                 self.clear_error()
-
-    def pinned(self, nbytes: int) -> None:
-        return None
 
     def clear_error(self) -> None:
         """Take the last error from the runtime, or the next kernel would be blamed for it.
@@ -118,12 +88,6 @@ class CudaRuntime(GenericRuntime):
     def _new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def _driver_version(self) -> str:
-        for module in ("nvidia", "amdgpu"):
-            with contextlib.suppress(OSError):
-                return Path(f"/sys/module/{module}/version").read_text().strip()
-        return ""
-
     def _unused_nbytes(self) -> int:
         """Return how much torch's allocator has for this device that is not in use, in bytes."""
         allocated = torch.cuda.memory_allocated(self.device)
@@ -146,36 +110,3 @@ def _cuts_large_blocks() -> bool:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _library() -> tuple[ctypes.CDLL, str] | None:
-    """Return the library that torch has loaded, for what torch does not show of it.
-
-    In some of torch's packages its file's name has a digest in it: `libcudart-d0da41ae.so.11.0`.
-
-    Returns:
-        It, and what the names of its functions begin with; None if it is a part of another one.
-    """
-    for stem, prefix in (("libcudart", "cuda"), ("libamdhip64", "hip")):
-        if path := mapped_library(stem):
-            with contextlib.suppress(OSError):  # the file was replaced since
-                return ctypes.CDLL(path), prefix
-    return None
-
-
-def _takes_read_only(library: ctypes.CDLL, prefix: str, runtime: CudaRuntime) -> int | None:
-    """Return the attribute of a device that says so; None if the library does not know it."""
-    if prefix != "cuda":
-        return None
-    value = ctypes.c_int(-1)
-    index = runtime.device.index
-    if library.cudaDeviceGetAttribute(ctypes.byref(value), _TAKES_READ_ONLY, index) != 0:
-        runtime.clear_error()
-        return None
-    return value.value
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    logger.warning("%s; copies are slower without, and nothing else", reason)

@@ -37,15 +37,9 @@ def _cuda() -> "type[Runtime]":
 
 
 def _generic() -> "type[Runtime]":
-    from shmload._runtimes.generic import GenericRuntime
+    from shmload._runtimes.runtime import Runtime
 
-    return GenericRuntime
-
-
-def _host() -> "type[Runtime]":
-    from shmload._runtimes.runtime import HostRuntime
-
-    return HostRuntime
+    return Runtime
 
 
 KINDS = {
@@ -55,8 +49,7 @@ KINDS = {
         ("/dev/nvidiactl", "/dev/nvmap", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd"),
         ("gpu", "rocm", "hip", "nvidia"),
     ),
-    "cpu": Kind(_host),
-    "mps": Kind(None),
+    **dict.fromkeys(("cpu", "mps"), Kind(None)),
     "xpu": Kind(_generic, ("/sys/module/i915", "/sys/module/xe", "/dev/dxg")),
     "npu": Kind(_generic, ("/dev/davinci_manager",)),
     **dict.fromkeys(("hpu", "mlu", "mtia", "musa", "privateuseone"), Kind(_generic)),
@@ -79,7 +72,7 @@ def is_known(kind: str) -> bool:
 
 def takes_copies(kind: str) -> bool:
     """Tell whether devices of a kind have a memory of their own that shmload copies to."""
-    return is_known(kind) and (kind not in KINDS or KINDS[kind].import_runtime not in (None, _host))
+    return is_known(kind) and (kind not in KINDS or KINDS[kind].import_runtime is not None)
 
 
 def meant_kind(name: str) -> str | None:

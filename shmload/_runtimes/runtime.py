@@ -1,43 +1,50 @@
-"""What a copy asks of a kind of device: memory, streams, events, pinned pages.
+"""What a copy asks of a device: memory, a stream for copies, events, page-locked host memory.
 
-A kind of device is a `Runtime` and its row in `kinds`. All keep what the class of tests in
+`Runtime` is a device of any kind that torch knows, by the streams and events that it has for all of
+them: Intel's GPUs (`xpu`), and what a package adds to torch (`npu`, `mlu`, `musa`). A kind with
+more to offer is a subclass, and a row in `kinds`. All keep what the class of tests in
 `tests/support/runtime_contract.py` says.
 
-Copies of one lane happen in the order in which they were started; lanes are independent, as CUDA's
-streams are. A copy may read its source after `copy` has returned: the source must not change until
-an event that was recorded after the copy is over.
+Copies happen in the order in which they were started. A copy may read its source after `copy` has
+returned: the source must not change until an event that was recorded after the copy is over.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
+
+from shmload._wording import logger_of
+from shmload.errors import DeviceUnsupported
+
+logger = logger_of(__name__)
 
 ALIGNMENT_NBYTES = 256
 """What CUDA's own allocations are aligned to at least, and vectorised kernels are fastest with."""
 
-
-class Event(Protocol):
-    """A point in a lane, behind the copies that were started before it was recorded."""
-
-    def wait(self) -> None:
-        """Block until those copies are done."""
+# Modules of devices need not have the functions that are asked for, nor need these work.
+_UNKNOWN = (AttributeError, RuntimeError, AssertionError, TypeError)
 
 
-class Runtime(Protocol):
-    """One device. Several threads may use it, but only one thread each lane."""
+class Runtime:
+    """One device, and a stream of its own that copies go to; one thread at a time copies.
 
-    device: torch.device
-    """The device; with its index, if devices of its kind have one."""
-    name: str
-    """The device's model, such as `NVIDIA H200`."""
-    driver: str = ""
-    """The version of its driver; empty if that is unknown."""
+    Args:
+        device: with its index.
+
+    Raises:
+        DeviceUnsupported: torch lacks something for it; the error names it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Make the runtime of a device, given with its index."""
+        self._require_streams(device)
+        self.device = device
+        self.name = name_of(device)
+        """The device's model, such as `NVIDIA H200`."""
+        self._stream = self._new_stream()
+        self.follow()
 
     @staticmethod
     def free_without_context(indices: Iterable[int]) -> dict[int, int]:
@@ -50,11 +57,10 @@ class Runtime(Protocol):
         return {}
 
     @property
-    def registers_read_only(self) -> bool:
-        """Whether pages that are mapped for reading only can be registered, as far as is known.
+    def is_integrated(self) -> bool:
+        """Whether the device uses the host's memory.
 
-        A refused `register` of such pages may end this. If it is false, `register` asks no driver
-        for them; pages of a shared mapping may be registered while it is writable.
+        To read a writable private mapping of a file, such a device has the kernel copy each page.
         """
         return False
 
@@ -75,39 +81,52 @@ class Runtime(Protocol):
         Raises:
             torch.OutOfMemoryError: the device is full.
         """
+        make = functools.partial(torch.empty, dtype=torch.uint8, device=self.device)
+        memory = make(nbytes)
+        if memory.data_ptr() % ALIGNMENT_NBYTES:  # of an allocator that aligns to less
+            memory = make(nbytes + ALIGNMENT_NBYTES)
+        begin = -memory.data_ptr() % ALIGNMENT_NBYTES
+        return memory[begin : begin + nbytes]
 
-    def using(self, lane: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a thread starts copies on a lane faster than without."""
-        return contextlib.nullcontext()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
+    def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Start to copy bytes of the host to the device.
 
         Args:
-            target: memory from `empty`, or a slice of it.
-            source: on the host, pinned or not; uint8 and flat, as long as the target.
-            lane: a small number; a new one makes a new stream.
+            copies: targets, which are memory from `empty` or slices of it, and their sources on the
+                host, page-locked or not; all are uint8 and flat, and as long as each other.
 
         Raises:
             torch.OutOfMemoryError: the device is full.
             RuntimeError: a driver failed.
         """
+        with self._using(self._stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
 
-    def follow(self, lane: int) -> None:
-        """Have a lane's next copies wait for what the caller's current stream has queued.
+    def follow(self) -> None:
+        """Have the next copies wait for what the caller's current stream has queued.
 
         Memory from `empty` may still be in use there. Call it in the thread that called `empty`,
         before each group of copies.
         """
+        self._stream.wait_stream(self._current_stream())
 
-    def join(self, lane: int) -> None:
-        """Have what the caller's current stream gets next wait for the copies started on a lane."""
+    def join(self) -> None:
+        """Have what the caller's current stream gets next wait for the copies started so far."""
+        self._current_stream().wait_stream(self._stream)
 
-    def record(self, lane: int) -> Event:
-        """Return the point behind all copies that were started on a lane."""
+    def record(self) -> Any:
+        """Return an event behind all copies that were started; `synchronize` waits for it."""
+        event = self._new_event()
+        event.record(self._stream)
+        return event
+
+    def drain(self) -> None:
+        """Block until every copy that was started is done, also after one has failed."""
+        self.record().synchronize()
 
     def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        """Pin pages of the host, so that the device fetches from them by itself.
+        """Page-lock memory of the host, so that the device fetches from it by itself.
 
         Args:
             address: of the first byte.
@@ -115,91 +134,81 @@ class Runtime(Protocol):
             read_only: whether the pages are mapped for reading only.
 
         Returns:
-            Whether the driver pinned them. If not, copies from there still work, but are slower.
+            Whether the driver did. If not, copies from there still work, but are slower.
         """
         return False
 
     def unregister(self, address: int) -> None:
-        """Unpin what was registered at an address; no copy from there may be under way."""
+        """Release what was registered at an address; no copy from there may be under way."""
         return
 
-    def pinned(self, nbytes: int) -> torch.Tensor | None:
-        """Return new pinned memory of the host, for a device that registers no pages.
+    def page_locked(self, nbytes: int) -> torch.Tensor | None:
+        """Return new page-locked memory of the host, for a driver that registers none.
 
         Returns:
-            Flat uint8, the caller's; None if the device pins by `register`, or not at all.
+            Flat uint8, the caller's; None if the driver locks no pages.
         """
-        return None
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except (RuntimeError, NotImplementedError) as exc:
+            say_once(f"{self.name}: torch page-locks no memory ({str(exc).partition(chr(10))[0]})")
+            return None
+
+    # What a kind may have of its own, for releases of torch that lack the generic ones --------
+
+    def _require_streams(self, device: torch.device) -> None:
+        require_streams(device)
+
+    def _new_stream(self) -> Any:
+        return torch.Stream(device=self.device)
+
+    def _current_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def _using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which copies go to a stream."""
+        return cast("contextlib.AbstractContextManager[Any]", stream)
+
+    def _new_event(self) -> Any:
+        return torch.Event(self.device)
 
 
-def start(copies: Iterable[tuple[Runtime, torch.Tensor, torch.Tensor]], lane: int) -> list[Event]:
-    """Start copies on a lane; returns the events after which their sources may change.
+def require_streams(device: torch.device) -> None:
+    """Check that torch has streams and events for a device.
 
-    Args:
-        copies: each with its device, its target and its source.
-        lane: of all of them.
+    Raises:
+        DeviceUnsupported: it does not.
     """
-    runtimes: dict[Runtime, None] = {}
-    for runtime, target, source in copies:
-        runtime.copy(target, source, lane)
-        runtimes[runtime] = None
-    return [runtime.record(lane) for runtime in runtimes]
+    for holder, name, since in (
+        (torch, "torch.accelerator", "2.6"),
+        (torch.Stream, "torch.Stream.__enter__", "2.7"),
+    ):
+        if not hasattr(holder, name.rpartition(".")[2]):
+            remedy = f"install torch {since} or later"
+            raise _unsupported(device, name, f"torch {torch.__version__} lacks {name}", remedy)
+    for name, make in (("torch.Stream", torch.Stream), ("torch.Event", torch.Event)):
+        try:
+            make(device=device)
+        except (RuntimeError, NotImplementedError, AssertionError) as exc:
+            reason = f"it has no {name} ({str(exc).partition(chr(10))[0]})"
+            remedy = f"import the package that adds `{device.type}` to torch, or update it"
+            raise _unsupported(device, name, reason, remedy) from exc
 
 
-def drain(runtimes: Iterable[Runtime], lane: int) -> None:
-    """Block until every copy that was started on a lane is done, also after one has failed."""
-    with contextlib.ExitStack() as draining:  # each device, also if waiting for another one fails
-        for runtime in runtimes:
-            draining.callback(_drain, runtime, lane)
+def _unsupported(device: torch.device, lacks: str, reason: str, remedy: str) -> DeviceUnsupported:
+    remedy += f"; or omit device_map and call .to({device.type!r}) on the pipeline"
+    return DeviceUnsupported(str(device), reason, remedy, lacks)
 
 
-def _drain(runtime: Runtime, lane: int) -> None:
-    runtime.record(lane).wait()
+def name_of(device: torch.device) -> str:
+    """Return the device's model, or its own name if torch does not know the model."""
+    try:
+        return str(getattr(torch, device.type).get_device_name(device))
+    except _UNKNOWN:
+        return str(device)
 
 
-def aligned(make: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
-    """Return memory that begins at a multiple of `ALIGNMENT_NBYTES`, of an allocator that may not.
-
-    Args:
-        make: allocates a number of bytes: flat uint8.
-        nbytes: how many bytes.
-    """
-    memory = make(nbytes)
-    if memory.data_ptr() % ALIGNMENT_NBYTES:
-        memory = make(nbytes + ALIGNMENT_NBYTES)
-    begin = -memory.data_ptr() % ALIGNMENT_NBYTES
-    return memory[begin : begin + nbytes]
-
-
-class HostRuntime(Runtime):
-    """The host as a device: a copy is done when it has been started, and nothing needs pinning."""
-
-    device = torch.device("cpu")
-    name = "the host"
-    registers_read_only = True
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return aligned(functools.partial(torch.empty, dtype=torch.uint8), nbytes)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, lane: int) -> None:
-        target.copy_(source)
-
-    def follow(self, lane: int) -> None:
-        pass
-
-    def join(self, lane: int) -> None:
-        pass
-
-    def record(self, lane: int) -> Event:
-        return _Done()
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        return True
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
+@functools.cache
+def say_once(reason: str) -> None:
+    """Warn of what makes copies slower."""
+    logger.warning("%s; copies are slower without, and nothing else", reason)

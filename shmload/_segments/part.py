@@ -1,18 +1,13 @@
 """How a process gets a segment: attach it, build it, or wait for the process that builds it.
 
-A segment that is being built is a part, or a stand-in that has a header and no data.
+A segment that is being built is a part.
 """
 
-import errno
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._host.descriptors import Descriptor, close, try_lock, unlock
-from shmload._host.memory import PAGE_NBYTES
 from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
@@ -94,57 +89,12 @@ class Part(Descriptor):
             close(fd)  # and unlock it: a mapping that is still around would keep the lock
 
 
-class Hollow(Descriptor):
-    """A stand-in for a segment whose bytes go elsewhere: it has a header and no data.
-
-    Models are built over it as over a part. It has no name, and takes memory only for its header
-    and the pages that are read. Owns one descriptor.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(_make_nameless(name))
-        self.name = name
-        self._data_offset = 0
-
-    def prepare(self, layout: Layout) -> None:
-        """Set its length and write its header."""
-        os.ftruncate(self.fd, layout.nbytes)
-        write_at(self.fd, layout.header, 0)
-        self._data_offset = len(layout.header)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether some code has read its zeros for weights: more than each tensor's first page.
-
-        safetensors reads the first byte of each tensor. The kernel makes a page when it is first
-        read. With huge pages the answer may be True for first bytes alone.
-        """
-        header = SAFETENSORS.read_header(self.fd, Path(self.name))
-        first = {(self._data_offset + tensor.begin) // PAGE_NBYTES for tensor in header.tensors}
-        pages = itertools.chain.from_iterable(_pages_made(self.fd, self._data_offset))
-        return not first.issuperset(pages)
-
-
 def _make_nameless(name: str) -> int:
     """Make a file in memory that only its descriptor leads to; it is shown by the name."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
     try_lock(fd, exclusive=True)
     return fd
-
-
-def _pages_made(fd: int, begin: int) -> Iterator[range]:
-    """Yield the numbers of the pages of a file in memory that exist, in ranges."""
-    while True:
-        try:
-            begin = os.lseek(fd, begin, os.SEEK_DATA)
-        except OSError as exc:
-            if exc.errno == errno.ENXIO:  # no more
-                return
-            raise
-        end = os.lseek(fd, begin, os.SEEK_HOLE)
-        yield range(begin // PAGE_NBYTES, -(-end // PAGE_NBYTES))
-        begin = end
 
 
 class Awaited(Descriptor):
@@ -184,7 +134,7 @@ class Awaited(Descriptor):
         raise SegmentTimeout(self.name, timeout_s, pids=pids)
 
 
-Opened = Segment | Part | Hollow
+Opened = Segment | Part
 """Has a file that can be mapped."""
 Held = Opened | Awaited
 """A load holds one of these for each segment."""

@@ -7,7 +7,7 @@ damage, not forgery: a process that can write to this user's memory can also wri
 A worker process imports this module, so it imports only what is light.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,6 +112,12 @@ def cut_pieces(
             left -= count
     if piece:
         yield tuple(piece)
+
+
+def range_of(runs: Sequence[Run]) -> tuple[int, int]:
+    """Return where a piece begins in the segment, and where it ends, in bytes."""
+    last = runs[-1]
+    return runs[0].target_offset, last.target_offset + last.target_nbytes
 
 
 def piece_ranges(data_offset: int, data_nbytes: int) -> Iterator[tuple[int, int]]:

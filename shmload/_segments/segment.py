@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import Descriptor, wait_lock
-from shmload._host.files import is_writable
-from shmload._host.shm import SHM_DIR, is_named, reopen_to_map, reopen_to_write, shm_open
+from shmload._host.shm import is_named, reopen_to_write, shm_open
 from shmload._segments.metadata import (
     KEEP_FOR_OFFSET,
     Metadata,
@@ -29,7 +28,7 @@ from shmload._segments.metadata import (
     read_metadata,
     write_keep_for,
 )
-from shmload._segments.names import name_prefix, wait_turn
+from shmload._segments.names import wait_turn
 from shmload.errors import (
     SegmentCorrupt,
     SegmentTimeout,
@@ -82,30 +81,6 @@ def end_writing(fd: int, segment: str) -> None:
     if os.fstat(fd).st_mode & stat.S_IWUSR:
         with changing_mode(segment):
             os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
-
-
-def open_to_map(fd: int) -> int | None:
-    """Return a descriptor of a segment from which a mapping can be made that may become writable.
-
-    Drivers that register no read-only pages need one for a moment. Nothing may be written through
-    it: the segment is complete.
-
-    Args:
-        fd: of any file; its builder's, or one of a process that attached it.
-
-    Returns:
-        The descriptor, the caller's; None if the file is no segment of this user.
-
-    Raises:
-        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
-    """
-    if is_writable(fd):
-        return os.dup(fd)
-    path = os.readlink(f"/proc/self/fd/{fd}")
-    if not path.startswith(f"{SHM_DIR}/{name_prefix()}") or os.fstat(fd).st_uid != os.geteuid():
-        return None
-    with changing_mode(os.path.basename(path).removesuffix(" (deleted)")):
-        return reopen_to_map(fd)
 
 
 class Stay(enum.IntEnum):

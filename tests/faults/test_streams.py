@@ -10,44 +10,34 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shmload
-from shmload._building.mapped import Spans
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Wanted
-from shmload._decoding.ring import Ring, RingShape
+from shmload._decoding.allowance import Bound
 from shmload._devices.moves import Moves
-from shmload._devices.pinned import PinnedRing
-from shmload._devices.stream import Stream
+from shmload._devices.upload import bring
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
 from shmload._segments.segment import Stay
 
-SHAPE = RingShape(3, 64 << 10)
+BOUND = Bound(64 << 10, 192 << 10, None)
 
 
-def stream(source, device, shape=SHAPE):
+def stream(source, device, bound=BOUND):
     """Load a checkpoint onto a device as bfloat16, and return its tensors there."""
     found = resolve(Wanted(source=source), source)
     rules = {checkpoint.component: Rule(target="BF16") for checkpoint in found.checkpoints}
     with (
-        Ring(shape) as ring,
         Progress(None, "test") as progress,
-        Load(
-            found, rules, stay=Stay.PRIVATE, progress=progress, parent_is_busy=False, ring=ring
-        ) as load,
+        Load(found, rules, stay=Stay.PRIVATE, progress=progress, bound=bound) as load,
     ):
         module = nn.Module()
         for shard, held in load.holdings.opened():
             for key, tensor in wrap((held or shard).fd, shard.plan.path.name).items():
                 module.register_buffer(key, tensor)
-        hollow = Spans(set(load.holdings.hollow))
-        moves = Moves(
-            [(module, lambda path: device)], lambda tensor: hollow.find(tensor) is not None
-        )
-        with PinnedRing(ring, device) as pinned:
-            Stream(moves, load.holdings.hollow, ring, pinned).drain()
-            load.wait()
+        moves = Moves([(module, lambda path: device)])
+        bring(moves, load, 192 << 10)
         moves.commit()
     assert device.pending == 0
     assert not device.registered
@@ -62,15 +52,17 @@ def assert_right(found, source):
         assert torch.equal(found[name], other)
 
 
-@pytest.mark.parametrize("shape", [RingShape(2, 4096), SHAPE, RingShape(9, 4 << 20)])
+@pytest.mark.parametrize("piece_nbytes", [4096, 64 << 10, 4 << 20])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_tensor_larger_than_the_ring_passes_in_pieces(large, configure, shm_names, shape, workers):
+def test_tensor_larger_than_all_that_may_wait_passes_in_pieces(
+    large, configure, shm_names, piece_nbytes, workers
+):
     configure(workers=workers)
-    if shape.slot_nbytes == 4096:
+    if piece_nbytes == 4096:
         # With one page per piece the large file would take too long.
         large = large.with_name("model.safetensors")
         large.write_bytes(checkpoint_of(100_000))
-    assert_right(stream(large, LateDevice(), shape), large)
+    assert_right(stream(large, LateDevice(), Bound(piece_nbytes, 2 * piece_nbytes, None)), large)
     assert shm_names() == []
 
 
@@ -80,19 +72,29 @@ def checkpoint_of(count):
     return save({"a": torch.arange(count, dtype=torch.float32), "b": torch.arange(7)})
 
 
-def test_hollow_segment_takes_no_memory(large, monkeypatch):
-    blocks = []
-    wait = Load.wait
+def test_host_holds_no_more_than_the_bound(large, monkeypatch):
+    held = []
+    give_back = Load.give_back
 
-    def note(load):
-        wait(load)
-        opened = load.holdings.opened()
-        blocks.extend(os.fstat((held or each).fd).st_blocks * 512 for each, held in opened)
+    def note(load, piece):
+        held.append(sum(os.fstat(p.fd).st_blocks * 512 for _, p in load.holdings.unfinished()))
+        give_back(load, piece)
 
-    monkeypatch.setattr(Load, "wait", note)
+    monkeypatch.setattr(Load, "give_back", note)
     assert_right(stream(large, LateDevice()), large)
-    assert blocks
-    assert max(blocks) < 1 << 20
+    assert 0 < max(held) <= BOUND.ahead_nbytes + 4096  # and the header
+
+
+def test_load_that_has_to_keep_all_goes_on_without_a_bound(large, monkeypatch):
+    begin = Load._begin
+
+    def begin_and_keep_all(load):
+        begin(load)
+        load.keep_all("a test")
+        load.wait()
+
+    monkeypatch.setattr(Load, "_begin", begin_and_keep_all)
+    assert_right(stream(large, LateDevice()), large)
 
 
 @pytest.mark.slow

@@ -12,9 +12,8 @@ from runtime_contract import RuntimeContract
 from torch import nn
 
 import shmload
-from shmload._decoding.ring import Ring, RingShape
 from shmload._devices.origin import Segments
-from shmload._devices.pinned import PinnedRing
+from shmload._devices.page_locked import PageLocked
 from shmload._devices.waiting import Waiting
 from shmload._host.descriptors import inode_of
 
@@ -206,11 +205,12 @@ def test_large_tensors_of_segments_arrive(large_model, device, evicts, keep):
 
 def test_refused_registration_leaves_no_error_behind(device):
     runtime = device.runtime()
-    with Ring(RingShape(2, 4096)) as ring, PinnedRing(ring, runtime) as pinned:
-        address = pinned.slot(0).data_ptr()
-        assert not runtime.register(address, 8192, read_only=False)  # a second time
-        ones = torch.ones(3, device=device.tensor_device)
-        assert ones.sum().item() == 3  # torch does not see the error
+    memory = PageLocked(8192, runtime)
+    address = memory.content.data_ptr()
+    assert not runtime.register(address, 8192, read_only=False)  # a second time
+    ones = torch.ones(3, device=device.tensor_device)
+    assert ones.sum().item() == 3  # torch does not see the error
+    memory.close()
 
 
 class TestRuntime(RuntimeContract):

@@ -16,7 +16,7 @@ from benchmarks import single_files
 from shmload._building import placing, remembered
 from shmload._building.build import Build
 from shmload._cli.main import main
-from shmload._devices.stream import Stream
+from shmload._loading.holdings import Holdings
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
@@ -208,13 +208,13 @@ def accelerators(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Record how many hollow storages each load onto a device fills."""
+    """Record the parts whose pages loads free behind copies to a device, by their inodes."""
     seen = []
-    drain = Stream.drain
+    free = Holdings.free
 
-    def note_and_drain(stream):
-        seen.append(len(stream._bases))
-        drain(stream)
+    def note_and_free(holdings, inode, begin, end):
+        seen.append(inode)
+        free(holdings, inode, begin, end)
 
-    monkeypatch.setattr(Stream, "drain", note_and_drain)
+    monkeypatch.setattr(Holdings, "free", note_and_free)
     return seen

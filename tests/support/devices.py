@@ -1,6 +1,5 @@
 """Fake devices: the host stands in for an accelerator that copies as late as it may."""
 
-import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -15,27 +14,35 @@ class LateDevice:
 
     Args:
         fails_at: the number of the copy that fails, from 0; None for never.
-        registers: whether it accepts pages for registration.
-        pins: whether it has pinned memory of its own instead.
-        read_only: whether it registers pages that are mapped for reading only: `yes`; `no`, and it
-            says so; or `refused`, which it finds out when it is asked to.
+        registers: whether it registers memory.
+        locks: whether it has page-locked memory of its own.
+        registers_read_only: whether it registers pages that are mapped for reading only.
+        is_integrated: whether it shares the host's memory; then it refuses sources that the kernel
+            would copy.
     """
 
     device = torch.device("cpu")
     name = "a late device"
-    driver = "1.0"
 
-    def __init__(self, fails_at=None, registers=True, pins=False, read_only="yes"):
+    def __init__(
+        self,
+        fails_at=None,
+        *,
+        registers=True,
+        locks=False,
+        registers_read_only=True,
+        is_integrated=False,
+    ):
         self.calls = []
         self.registered = {}
         self.largest_registered = 0
+        self.is_integrated = is_integrated
         self._fails_at = fails_at
         self._registers = registers
-        self._pins = pins
-        self._refuses_read_only = read_only != "yes"
-        self.registers_read_only = read_only != "no"
+        self._locks = locks
+        self._registers_read_only = registers_read_only
         self._copies = itertools.count()
-        self._lanes = {}
+        self._queue = deque()
         self.reserved = []
         """The sizes that were announced, for each module."""
         self.allocated = 0
@@ -46,13 +53,10 @@ class LateDevice:
     @property
     def pending(self):
         """Number of copies that are still due."""
-        return sum(map(len, self._lanes.values()))
+        return len(self._queue)
 
     def reserve(self, sizes):
         self.reserved.append(list(sizes))
-
-    def using(self, lane):
-        return contextlib.nullcontext()
 
     def empty(self, nbytes):
         if self.room is not None and self.allocated + nbytes > self.room:
@@ -67,41 +71,46 @@ class LateDevice:
     def _free(self, nbytes):
         self.allocated -= nbytes
 
-    def copy(self, target, source, lane):
-        assert target.shape == source.shape
-        assert target.dtype == source.dtype == torch.uint8
-        if next(self._copies) == self._fails_at:
-            raise torch.OutOfMemoryError("the device is full")
-        self.calls.append("copy")
-        self._lanes.setdefault(lane, deque()).append((target, source))
+    def copy(self, copies):
+        for target, source in copies:
+            assert target.shape == source.shape
+            assert target.dtype == source.dtype == torch.uint8
+            if self.is_integrated:
+                assert not is_copied_on_read(source.data_ptr()), "the kernel copies each page"
+            if next(self._copies) == self._fails_at:
+                raise torch.OutOfMemoryError("the device is full")
+            self.calls.append("copy")
+            self._queue.append((target, source))
 
-    def follow(self, lane):
+    def follow(self):
         self.calls.append("follow")
 
-    def join(self, lane):
+    def join(self):
         # What follows computes on the host, at once: the copies have to be there.
-        copies = self._lanes.setdefault(lane, deque())
-        while copies:
-            target, source = copies.popleft()
-            target.copy_(source)
+        while self._queue:
+            self._copy_one()
         self.calls.append("join")
 
-    def pinned(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8) if self._pins else None
+    def _copy_one(self):
+        target, source = self._queue.popleft()
+        target.copy_(source)
 
-    def record(self, lane):
-        copies = self._lanes.setdefault(lane, deque())
-        return _Point(self, copies, list(copies))
+    def page_locked(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8) if self._locks else None
+
+    def record(self):
+        return _Point(self, list(self._queue))
+
+    def drain(self):
+        self.record().synchronize()
 
     def register(self, address, nbytes, *, read_only):
         self.calls.append("register")
         if not self._registers or self._overlaps(address, address + nbytes):
             return False
-        if read_only and self._refuses_read_only:  # as CUDA's error 801
-            assert self.registers_read_only, "what is known to fail is not tried"
-            self.registers_read_only = False
+        if read_only and not self._registers_read_only:  # as CUDA's error 801
             return False
-        if not read_only and not is_writable(address):  # as CUDA's error 1
+        if not read_only and "w" not in mapping_at(address)[1]:  # as CUDA's error 1
             return False
         self.registered[address] = nbytes
         self.largest_registered = max(self.largest_registered, nbytes)
@@ -113,33 +122,34 @@ class LateDevice:
     def unregister(self, address):
         self.calls.append("unregister")
         end = address + self.registered.pop(address)
-        for lane in self._lanes.values():
-            for _, source in lane:
-                assert not address <= source.data_ptr() < end, "a copy from there is under way"
+        for _, source in self._queue:
+            assert not address <= source.data_ptr() < end, "a copy from there is under way"
 
 
-def is_writable(address):
-    """Tell whether this process may write to an address."""
+def mapping_at(address):
+    """Return the fields of the line of /proc/self/maps for an address; the second is the mode."""
     with open("/proc/self/maps") as lines:
         for line in lines:
-            addresses, mode, *_ = line.split()
-            start, end = (int(part, 16) for part in addresses.split("-"))
+            fields = line.split()
+            start, end = (int(part, 16) for part in fields[0].split("-"))
             if start <= address < end:
-                return "w" in mode
-    return False
+                return fields
+    return "", ""
+
+
+def is_copied_on_read(address):
+    """Tell whether an integrated device that reads there has the kernel copy pages of a file."""
+    _, mode, _, _, inode, *_ = mapping_at(address)
+    return mode == "rw-p" and inode != "0"
 
 
 class _Point:
-    def __init__(self, device, lane, before):
+    def __init__(self, device, before):
         self._device = device
-        self._lane = lane
         self._before = before
 
-    def _is_over(self):
-        return not any(copy is other for copy in self._before for other in self._lane)
-
-    def wait(self):
-        while not self._is_over():
-            target, source = self._lane.popleft()
-            target.copy_(source)
+    def synchronize(self):
+        queue = self._device._queue
+        while any(copy is other for copy in self._before for other in queue):
+            self._device._copy_one()
         self._device.calls.append("wait")

@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from shmload._runtimes.runtime import ALIGNMENT_NBYTES, drain
+from shmload._runtimes.runtime import ALIGNMENT_NBYTES
 
 
 def numbered(nbytes):
@@ -34,38 +34,24 @@ class RuntimeContract:
         assert second.untyped_storage().nbytes() < 4 << 20
 
     @pytest.mark.parametrize("nbytes", [1, 4097, 1 << 20])
-    def test_copy_is_there_after_its_event(self, runtime, nbytes):
+    def test_copies_are_there_after_their_event(self, runtime, nbytes):
         source, target = numbered(nbytes), runtime.empty(nbytes)
-        runtime.copy(target, source, 0)
-        runtime.record(0).wait()
+        middle = nbytes // 2
+        runtime.copy([(target[:middle], source[:middle])])
+        runtime.copy([(target[middle:], source[middle:])])
+        runtime.record().synchronize()
         assert torch.equal(target.cpu(), source)
 
-    def test_event_covers_all_copies_before_it(self, runtime):
-        source, target = numbered(4096), runtime.empty(4096)
-        for begin in range(0, 4096, 512):
-            runtime.copy(target[begin : begin + 512], source[begin : begin + 512], 0)
-        runtime.record(0).wait()
-        assert torch.equal(target.cpu(), source)
-
-    def test_copies_of_a_lane_are_in_order(self, runtime):
+    def test_copies_are_in_order(self, runtime):
         target = runtime.empty(4096)
-        runtime.copy(target, torch.zeros_like(numbered(4096)), 0)
-        runtime.copy(target, numbered(4096), 0)
-        runtime.record(0).wait()
+        runtime.copy([(target, torch.zeros_like(numbered(4096))), (target, numbered(4096))])
+        runtime.follow()
+        runtime.drain()
         assert torch.equal(target.cpu(), numbered(4096))
 
-    def test_lanes_have_events_of_their_own(self, runtime):
-        sources = [numbered(4096), numbered(8192)]
-        targets = [runtime.empty(source.numel()) for source in sources]
-        for lane, (target, source) in enumerate(zip(targets, sources, strict=True)):
-            runtime.copy(target, source, lane)
-        for lane in (1, 0):
-            runtime.record(lane).wait()
-            assert torch.equal(targets[lane].cpu(), sources[lane])
-
     def test_nothing_to_wait_for_is_over_at_once(self, runtime):
-        runtime.record(7).wait()
-        drain([runtime, runtime], 7)
+        runtime.record().synchronize()
+        runtime.drain()
 
     @pytest.mark.parametrize("read_only", [False, True])
     def test_registered_pages_are_copied_from_and_released(self, runtime, read_only):
@@ -74,36 +60,26 @@ class RuntimeContract:
         target = runtime.empty(1 << 16)
         for _ in range(2):  # released pages can be registered again
             is_registered = runtime.register(pages.data_ptr(), 1 << 16, read_only=read_only)
-            runtime.copy(target, pages, 0)
-            runtime.record(0).wait()
+            runtime.copy([(target, pages)])
+            runtime.drain()
             assert torch.equal(target.cpu(), pages)
             if is_registered:
                 runtime.unregister(pages.data_ptr())
 
-    def test_copies_after_following_are_in_order_too(self, runtime):
+    def test_copies_are_there_for_what_joins_them(self, runtime):
         target = runtime.empty(4096)
-        for lane in range(2):
-            runtime.follow(lane)
-            runtime.copy(target[lane * 2048 :][:2048], numbered(4096)[lane * 2048 :][:2048], lane)
-        for lane in range(2):
-            runtime.record(lane).wait()
-        assert torch.equal(target.cpu(), numbered(4096))
-
-    def test_copies_are_there_for_what_joins_their_lane(self, runtime):
-        target = runtime.empty(4096)
-        runtime.copy(target, numbered(4096), 3)
-        runtime.join(3)
+        runtime.copy([(target, numbered(4096))])
+        runtime.join()
         assert torch.equal(target.clone().cpu(), numbered(4096))
 
-    def test_pinned_memory_is_of_the_host(self, runtime):
-        memory = runtime.pinned(4096)
+    def test_page_locked_memory_is_of_the_host(self, runtime):
+        memory = runtime.page_locked(4096)
         if memory is not None:
             target = runtime.empty(4096)
-            runtime.copy(target, memory.copy_(numbered(4096)), 0)
-            runtime.record(0).wait()
+            runtime.copy([(target, memory.copy_(numbered(4096)))])
+            runtime.drain()
             assert memory.device.type == "cpu"
             assert torch.equal(target.cpu(), numbered(4096))
 
     def test_it_has_a_name(self, runtime):
         assert runtime.name
-        assert isinstance(runtime.driver, str)

@@ -84,13 +84,13 @@ def test_call_is_compared_with_the_better_way_of_diffusers(bench):
     assert figure.beside["shmload, of the files"].median == pytest.approx(1000 / 0.25 / GB)
 
 
-def test_conversion_and_the_memory_beside_the_ring(bench):
+def test_conversion_and_the_memory_beside_what_may_be_ahead(bench):
     def load(way, small, source, limit=None, **variables):
         if way != "shmload":
             return {"call_s": 8}
         assert (limit is None) == (variables == {"SHMLOAD_WORKERS": "4"})
-        ring_nbytes = 192 * MB if limit is None else 256 * MB
-        return {"call_s": 2, "host_nbytes": 300 * MB, "ring_nbytes": ring_nbytes}
+        bound_nbytes = 192 * MB if limit is None else 256 * MB
+        return {"call_s": 2, "host_nbytes": 300 * MB, "bound_nbytes": bound_nbytes}
 
     made, _ = bench(load=load)
     assert values(measure_convert(made)) == {

@@ -17,10 +17,9 @@ import shmload
 from shmload._building import placing, rules
 from shmload._building.build import Build
 from shmload._checkpoints.rule import Rule
-from shmload._decoding.ring import RingShape
+from shmload._decoding.allowance import Bound
 from shmload._devices import destination
-from shmload._loading.load import Load
-from shmload._runtimes.generic import GenericRuntime
+from shmload._runtimes.runtime import Runtime
 
 pytestmark = pytest.mark.libraries
 
@@ -39,7 +38,6 @@ def test_streamed_pipeline_equals_the_library(saved, accelerators, streams, shm_
     source = saved(family)
     got = load(source, torch_dtype, max_host_memory="64KiB")
     assert streams
-    assert min(streams) > 0
     assert shm_names() == []
     assert got.hf_device_map == {"": "cuda:0"}
     assert all(model.hf_device_map == {"": "cuda:0"} for model in models_of(got).values())
@@ -55,7 +53,7 @@ def test_pipeline_by_way_of_segments_equals_the_library(
 ):
     source = saved(family)
     got = load(source, keep=keep)
-    assert streams == []  # the ring would be larger than the weights
+    assert streams == []  # so little may be on the host at once
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
@@ -64,11 +62,11 @@ def test_device_that_torch_feeds_by_generic_streams_gets_every_byte(
     saved, accelerators, streams, monkeypatch, limit
 ):
     calls = generic_torch.put_in(monkeypatch)
-    runtime = GenericRuntime(torch.device("cpu"))
+    runtime = Runtime(torch.device("cpu"))
     monkeypatch.setattr(placing, "runtime_of", lambda device: runtime)
     source = saved("flux")
     got = load(source, max_host_memory=limit)
-    assert len(streams) == (limit is not None)
+    assert bool(streams) == (limit is not None)
     assert calls[-1] == "synchronize"  # no copy is under way
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
@@ -76,7 +74,7 @@ def test_device_that_torch_feeds_by_generic_streams_gets_every_byte(
 def test_sharded_pipeline_with_a_variant(saved, accelerators, streams):
     source = saved("flux", "float16", variant="fp16", sharded=True)
     got = load(source, variant="fp16", max_host_memory="64KiB")
-    assert min(streams) > 4
+    assert len(set(streams)) > 4
     assert_as_on_the_host(got, reference(source, torch.bfloat16, variant="fp16"))
 
 
@@ -104,8 +102,8 @@ def test_pipeline_on_one_device_can_be_moved(saved, accelerators):
     assert got.to(torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize("limit", ["8KiB", "1MiB", 65536, 1e6])
-def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
+@pytest.mark.parametrize("limit", ["32KiB", "1MiB", 65536, 1e8])
+def test_limit_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
     source = saved("wan")
     got = load(source, max_host_memory=limit)
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
@@ -115,13 +113,17 @@ def test_ring_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
 
 
 @pytest.fixture
-def large_rings(monkeypatch):
-    """Use rings of 64 KiB for all loads."""
-    monkeypatch.setattr(destination, "ring_shape", lambda *_: RingShape(2, 32 << 10))
+def little_ahead(monkeypatch):
+    """Have all loads hold no more than 64 KiB at a time on the host."""
+
+    def bound_of(workers, limit_nbytes):
+        return Bound(32 << 10, 64 << 10, limit_nbytes)
+
+    monkeypatch.setattr(destination, "bound_of", bound_of)
 
 
 def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
-    saved, accelerators, streams, monkeypatch, large_rings
+    saved, accelerators, streams, monkeypatch, little_ahead
 ):
     build_early = Build._build_early
     monkeypatch.setattr(
@@ -137,7 +139,7 @@ def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
 
 
 def test_weight_that_is_changed_while_the_pipeline_is_built(
-    saved, accelerators, streams, monkeypatch, large_rings
+    saved, accelerators, streams, monkeypatch, little_ahead
 ):
     def change(init):
         @functools.wraps(init)  # diffusers reads its signature
@@ -158,7 +160,7 @@ def test_weight_that_is_changed_while_the_pipeline_is_built(
 
 @pytest.mark.parametrize("kind", ["class of its own", "transposed"])
 def test_streamed_weight_that_is_no_run_of_bytes(
-    saved, accelerators, streams, monkeypatch, large_rings, kind
+    saved, accelerators, streams, monkeypatch, little_ahead, kind
 ):
     class Quantised(nn.Parameter):
         pass
@@ -182,7 +184,7 @@ def test_streamed_weight_that_is_no_run_of_bytes(
 
 
 def test_wrong_rule_is_found_out(
-    saved, accelerators, configure, monkeypatch, tmp_path, large_rings
+    saved, accelerators, configure, monkeypatch, tmp_path, little_ahead
 ):
     source = saved("wan")
     configure(cache_dir=tmp_path)
@@ -201,17 +203,3 @@ def test_device_that_is_full_half_way(saved, accelerators, streams, shm_names):
     accelerators["cuda:0"]._fails_at = None
     got = load(saved("flux"), max_host_memory="64KiB")
     assert_as_on_the_host(got, reference(saved("flux"), torch.bfloat16))
-
-
-def test_load_of_hollow_segments_makes_nothing_resident(saved, accelerators, monkeypatch):
-    made = []
-    begin = Load._begin
-
-    def note(self):
-        begin(self)
-        made.append(self)
-
-    monkeypatch.setattr(Load, "_begin", note)
-    load(saved("wan"), max_host_memory="64KiB")
-    assert made
-    assert not any(each.holdings.segments() for each in made)

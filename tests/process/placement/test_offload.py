@@ -116,15 +116,20 @@ def test_pages_are_the_segments_own(saved, device, evicts):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("is_known", [True, False])
-def test_driver_that_wants_writable_pages_pins_them(saved, device, evicts, is_known, keep):
-    device._refuses_read_only = True
-    device.registers_read_only = not is_known
+def test_driver_that_registers_no_read_only_pages_gets_all_through_slots(
+    saved, device, evicts, keep
+):
+    device._registers_read_only = False
     got = load(saved("flux"), device_map=_PIPELINE, keep=keep)
     assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
-    assert device.registered
+    assert device.registered  # slots
     with open("/proc/self/maps") as lines:
         assert not [line for line in lines if "rw-s" in line and "/shmload-" in line]
+
+
+def test_locked_pages_are_told(saved, device, evicts):
+    got = load(saved("flux"), device_map=_PIPELINE, keep=True)
+    flux(got)
     # Blocks that lie beside each other in a segment share a page, which counts once.
     own = next(each for each in page_locks().processes if each.pid == os.getpid())
     assert 0 < own.nbytes <= sum(n + 4095 for n in device.registered.values())
@@ -203,7 +208,7 @@ def test_full_device_is_an_error_and_the_next_call_works(saved, device):
     assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
 
 
-def test_weights_in_no_segment_say_so(accelerators, caplog):
+def test_weights_in_no_segment_say_so(device, caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with caplog.at_level(logging.INFO, "shmload._devices.hooks"):
         shmload.to_device(model, {"0": 0, "1": "offload"})

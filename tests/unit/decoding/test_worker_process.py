@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from shmload._decoding.worker_process import Task, WorkerProcess
+from shmload._decoding.worker_process import WorkerProcess
 from shmload._ipc import procs
 from shmload.workers.messages import Fill
 
@@ -23,7 +23,7 @@ def worker(monkeypatch):
 
 def give(worker, piece):
     fd = worker.channel.fileno()
-    worker.give(Task(0, piece, 0), Fill(0, piece, ()), fd, fd, 1)
+    worker.give(Fill(0, piece, ()), fd, fd, 1)
 
 
 def test_time_without_work_is_not_silence(worker):

@@ -1,22 +1,19 @@
 """A module's tensors are gathered for the copy and replaced by the device's."""
 
+from collections import Counter
+
 import pytest
 import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._decoding.ring import Ring, RingShape
-from shmload._devices.moves import Moves
-from shmload._devices.pinned import PinnedRing
-from shmload._devices.upload import upload
+from shmload._devices.moves import Moves, Overlaps
+from shmload._devices.upload import bring
 
 
 def move(module, runtime_of):
     moves = Moves([(module, runtime_of)])
-    shape = RingShape(4, 4096)
-    device = next(iter({there.runtime for there in moves.allocations}), LateDevice())
-    with Ring(shape) as ring, PinnedRing(ring, device) as pinned:
-        upload(moves.staged, shape, pinned)
+    bring(moves, max_nbytes=12 << 10)
     moves.commit()
     return moves
 
@@ -52,7 +49,7 @@ def test_every_tensor_arrives_and_is_aligned():
     after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert not set(before.values()) & set(after.values())
     assert all(address % 256 == 0 for address in after.values())
-    copied = sum(move.nbytes for there in moves.allocations for move in there.moves)
+    copied = sum(move.nbytes for move in moves.moves)
     assert copied == sum(tensor.nbytes for tensor in wanted.values())
 
 
@@ -176,20 +173,68 @@ def test_overlapping_tensors_all_arrive():
     assert_same(module, wanted)
 
 
-def test_overlapping_tensors_get_their_bytes_from_every_slot():
+def test_overlapping_tensors_get_their_bytes_from_every_piece():
     whole = torch.zeros(3000, dtype=torch.uint8)
     parts = {"whole": whole, "first": whole[:100], "middle": whole[1000:2000]}
     module = nn.Module()
     for name, tensor in parts.items():
         module.register_buffer(name, tensor)
-    device = LateDevice()
-    moves = Moves([(module, lambda path: device)], lambda tensor: True)
-    arrived = dict.fromkeys(moves.allocations[0].moves, 0)
+    moves = Moves([(module, lambda path: LateDevice())]).moves
+    arrived = Counter()
     for begin in range(0, 3000, 300):
         first = whole.data_ptr() + begin
-        for move_, low, high in moves.streamed.within(first, first + 300):
-            arrived[move_] += high - low
+        for part in Overlaps(moves).within(first, first + 300):
+            arrived[part.memory.data_ptr(), part.offset - (part.address - whole.data_ptr())] += (
+                part.nbytes
+            )
     assert sorted(arrived.values()) == [100, 1000, 3000]
+
+
+def test_pieces_behind_many_tensors_look_at_their_own_alone():
+    looked_at = 0
+
+    class Counted(list):
+        def __getitem__(self, number):
+            nonlocal looked_at
+            looked_at += 1
+            return super().__getitem__(number)
+
+        def __iter__(self):
+            raise AssertionError("all tensors are looked at")
+
+    module = nn.Module()
+    for number, part in enumerate(torch.zeros(64, 2048, dtype=torch.uint8)):
+        module.register_buffer(f"b{number}", part)
+    moves = Moves([(module, lambda path: LateDevice())]).moves
+    found = Overlaps(moves)
+    found._moves = Counted(found._moves)
+    last = max(moves, key=lambda move: move.address)
+    assert len(list(found.within(last.address, last.end))) == 1
+    assert looked_at == 1
+
+
+def test_device_that_shares_the_hosts_memory_gets_a_copy_of_what_torch_moves(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64)
+    whole = torch.from_file(str(path), size=4096, dtype=torch.float32)
+    module = nn.Module()
+    module.register_buffer("odd", whole.view(64, 64).t())
+    seen = []
+
+    class Integrated(LateDevice):
+        device = torch.device("meta")
+
+    class Tensor(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function.__name__)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    module.odd = module.odd.as_subclass(Tensor)
+    device = Integrated(is_integrated=True)
+    Moves([(module, lambda path: device)]).commit()
+    assert seen.index("clone") < seen.index("to")
+    assert module.odd.is_meta
 
 
 @pytest.mark.parametrize(

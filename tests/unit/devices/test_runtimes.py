@@ -1,6 +1,5 @@
 """Runtimes that need no GPU keep the contract, and unknown kinds of devices are refused."""
 
-import logging
 import subprocess
 import sys
 
@@ -11,18 +10,9 @@ from devices import LateDevice
 from runtime_contract import RuntimeContract
 
 from shmload._runtimes.cuda import CudaRuntime
-from shmload._runtimes.generic import GenericRuntime
 from shmload._runtimes.kinds import KINDS, Kind, is_known, runtime_of
-from shmload._runtimes.runtime import HostRuntime
+from shmload._runtimes.runtime import Runtime
 from shmload.errors import ArgumentError, DeviceUnsupported
-
-
-class TestHostRuntime(RuntimeContract):
-    """The host, the stand-in for a device in `BENCH_DEVICE=pretend scripts/bench gpu`."""
-
-    @pytest.fixture
-    def runtime(self):
-        return runtime_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("registers", [True, False])
@@ -31,16 +21,16 @@ class TestLateDevice(RuntimeContract):
 
     @pytest.fixture
     def runtime(self, registers):
-        return LateDevice(registers=registers, pins=not registers)
+        return LateDevice(registers=registers, locks=not registers)
 
 
-class TestGenericRuntime(RuntimeContract):
+class TestRuntime(RuntimeContract):
     """A device that torch knows by its generic streams and events; the host copies here."""
 
     @pytest.fixture
     def runtime(self, monkeypatch):
         generic_torch.put_in(monkeypatch)
-        return GenericRuntime(torch.device("cpu"))
+        return Runtime(torch.device("cpu"))
 
 
 # Any accelerator ----------------------------------------------------------------------------------
@@ -51,35 +41,25 @@ def calls(monkeypatch):
     return generic_torch.put_in(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", [GenericRuntime, CudaRuntime])
-def test_lane_waits_for_the_consumer_and_events_for_the_lane(calls, kind):
+@pytest.mark.parametrize("kind", [Runtime, CudaRuntime])
+def test_copies_wait_for_the_consumer_and_events_for_the_copies(calls, kind):
     runtime = kind(torch.device("cpu"))
+    name = runtime._stream.name
+    assert calls[-2:] == [f"make {name}", f"{name} waits for the consumer"]
     calls.clear()
     target = runtime.empty(8)
-    runtime.follow(3)
-    runtime.copy(target, torch.ones(8, dtype=torch.uint8), 3)
-    runtime.record(3).wait()
-    runtime.join(3)
-    runtime.follow(3)
+    runtime.follow()
+    runtime.copy([(target, torch.ones(8, dtype=torch.uint8))])
+    runtime.record().synchronize()
+    runtime.join()
     assert calls == [
-        "make stream 0",
-        "stream 0 waits for the consumer",
-        "stream 0 waits for the consumer",
-        "copy on stream 0",
-        "record on stream 0",
+        f"{name} waits for the consumer",
+        f"copy on {name}",
+        f"record on {name}",
         "synchronize",
-        "the consumer waits for stream 0",
-        "stream 0 waits for the consumer",
+        f"the consumer waits for {name}",
     ]
-
-
-def test_generic_device_whose_memory_torch_cannot_pin_says_so_once(calls, caplog):
-    runtime = GenericRuntime(torch.device("cpu"))
-    with caplog.at_level(logging.WARNING):
-        assert [runtime.pinned(4096), runtime.pinned(4096)] == [None, None]
-    (record,) = caplog.records
-    assert "pins no memory for cpu" in record.message
-    assert not runtime.register(0, 4096, read_only=False)
+    assert torch.equal(target, torch.ones(8, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mtia", "privateuseone"])
@@ -115,7 +95,7 @@ def test_kind_that_a_package_adds_is_known(calls, monkeypatch):
     assert is_known("hpu_of_somebody")
     assert not is_known("vulkan")
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "vulkan")
-    assert isinstance(runtime_of(torch.device("vulkan")), GenericRuntime)
+    assert isinstance(runtime_of(torch.device("vulkan")), Runtime)
 
 
 def test_device_that_has_the_hosts_memory_needs_no_copies():
@@ -130,8 +110,12 @@ def test_other_kinds_are_refused():
 
 
 def test_row_is_all_that_a_kind_needs(monkeypatch):
-    monkeypatch.setitem(KINDS, "xpu", Kind(lambda: HostRuntime))
-    assert isinstance(runtime_of(torch.device("xpu:1")), HostRuntime)
+    class Own:
+        def __init__(self, device):
+            self.device = device
+
+    monkeypatch.setitem(KINDS, "xpu", Kind(lambda: Own))
+    assert runtime_of(torch.device("xpu:1")).device == torch.device("xpu:1")
 
 
 def test_kinds_are_checked_without_torch():

@@ -1,17 +1,25 @@
-"""Copies through a ring bring every byte, in any order of the device's copies."""
+"""Uploads bring every byte, in any order of the device's copies, and leave nothing locked."""
+
+import logging
+import mmap
+import os
+import threading
 
 import pytest
 import torch
-from devices import LateDevice
+from devices import LateDevice, is_copied_on_read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shmload._decoding.ring import Ring, RingShape
 from shmload._devices import upload as upload_module
 from shmload._devices.moves import Moves
-from shmload._devices.pinned import PinnedRing
-from shmload._devices.upload import batches, upload
+from shmload._devices.upload import Upload, batches, bring
+from shmload._host.pagemap import has_own_pages
+from shmload._runtimes import runtime as runtime_module
+from shmload._runtimes.runtime import Runtime
+
+LIMIT = 192 << 10  # three slots of 64 KiB
 
 
 def module_of(*sizes):
@@ -22,9 +30,20 @@ def module_of(*sizes):
     return module
 
 
-def send(moves, shape, device):
-    with Ring(shape) as ring, PinnedRing(ring, device) as pinned:
-        upload(moves.staged, shape, pinned)
+def contents(module):
+    return {name: tensor.clone() for name, tensor in module.named_buffers()}
+
+
+def send(module, device, max_nbytes=LIMIT):
+    moves = Moves([(module, lambda path: device)])
+    bring(moves, max_nbytes=max_nbytes)
+    assert device.pending == 0
+    assert not device.registered
+    moves.commit()
+
+
+def assert_same(module, wanted):
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.named_buffers())
 
 
 _sizes = st.lists(
@@ -33,107 +52,201 @@ _sizes = st.lists(
 
 
 @settings(max_examples=30)  # each example copies megabytes
-@given(_sizes, st.integers(1, 9), st.sampled_from([4096, 8192, 65536, 1 << 20]))
-def test_every_byte_arrives(sizes, slots, slot_nbytes):
+@given(_sizes, st.sampled_from([12 << 10, LIMIT, 3 << 20, None]))
+def test_every_byte_arrives(sizes, max_nbytes):
     module = module_of(*sizes)
-    wanted = {name: tensor.clone() for name, tensor in module.named_buffers()}
-    device = LateDevice()
-    moves = Moves([(module, lambda path: device)])
-    send(moves, RingShape(slots, slot_nbytes), device)
-    assert device.pending == 0
-    moves.commit()
-    for name, tensor in module.named_buffers():
-        assert torch.equal(tensor, wanted[name])
+    wanted = contents(module)
+    send(module, LateDevice(), max_nbytes)
+    assert_same(module, wanted)
 
 
 @settings(max_examples=30)
 @given(_sizes, st.sampled_from([4096, 65536]))
 def test_batches_have_every_byte_once_and_fit_a_slot(sizes, slot_nbytes):
     device = LateDevice()
-    allocations = Moves([(module_of(*sizes), lambda path: device)]).allocations
-    ends = dict.fromkeys(allocations, 0)
-    for batch in batches(allocations, slot_nbytes):
-        used = 0
-        for extent in batch:
-            assert extent.begin == ends[extent.allocation] < extent.end
-            assert extent.offset == used
-            used += extent.end - extent.begin
-            ends[extent.allocation] = extent.end
-        assert used <= slot_nbytes
-    assert all(end == allocation.used_nbytes for allocation, end in ends.items())
+    moves = Moves([(module_of(*sizes), lambda path: device)]).moves
+    left = {(move.address, move.memory.data_ptr() + move.offset): move.nbytes for move in moves}
+    for batch in batches(moves, slot_nbytes):
+        assert all(0 <= fill.begin <= slot_nbytes - fill.nbytes for fill in batch.fills)
+        for begin, address, nbytes in batch.fills:
+            (fetch,) = (f for f in batch.fetches if f.begin <= begin < f.begin + f.nbytes)
+            assert begin + nbytes <= fetch.begin + fetch.nbytes
+            target = fetch.memory.data_ptr() + fetch.offset + begin - fetch.begin
+            left[address, target] -= nbytes
+            if left[address, target]:
+                left[address + nbytes, target + nbytes] = left.pop((address, target))
+    assert not any(left.values())
 
 
-def test_several_devices_are_fed_at_once():
-    module = module_of(600_000, 700_000, 10, 20)
-    wanted = {name: tensor.clone() for name, tensor in module.named_buffers()}
+def test_two_thousand_small_tensors_are_few_copies():
+    module = module_of(*[1024] * 2000)
+    wanted = contents(module)
+    device = LateDevice()
+    send(module, device, None)
+    assert_same(module, wanted)
+    assert device.calls.count("copy") <= 2
+    assert device.calls.count("empty") <= 2
+
+
+def test_tensors_of_one_file_go_to_several_devices():
+    whole = torch.arange(1_500_000).to(torch.uint8)
+    module = nn.Module()
+    for number, part in enumerate(whole.split([600_000, 100, 700_000, 50, 199_850])):
+        module.register_buffer(f"b{number}", part)
+    wanted = contents(module)
     devices = [LateDevice(), LateDevice()]
     moves = Moves([(module, lambda path: devices[int(path[1]) % 2])])
-    send(moves, RingShape(3, 65536), devices[0])
+    bring(moves, max_nbytes=LIMIT)
     moves.commit()
     assert [device.pending for device in devices] == [0, 0]
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in module.named_buffers())
-
-
-def test_each_slot_is_registered_when_it_is_first_used():
-    device = LateDevice()
-    moves = Moves([(module_of(600_000), lambda path: device)])
-    device.calls.clear()
-    pinned_at_copies = []
-    copy = device.copy
-
-    def note(target, source, lane):
-        pinned_at_copies.append(source.data_ptr() in device.registered)
-        copy(target, source, lane)
-
-    device.copy = note
-    send(moves, RingShape(64, 65536), device)
-    assert pinned_at_copies == [True] * 10
-    assert device.calls.count("register") <= 10  # and not 64: most slots are not needed
-    assert device.calls.count("register") == device.calls.count("unregister")
-    assert not device.registered
-
-
-def test_refused_registration_is_no_error():
-    device = LateDevice(registers=False)
-    module = module_of(600_000)
-    wanted = module.b0.clone()
-    moves = Moves([(module, lambda path: device)])
-    send(moves, RingShape(2, 65536), device)
-    moves.commit()
-    assert torch.equal(module.b0, wanted)
-    assert "unregister" not in device.calls
-    assert device.calls.count("register") <= 2  # at most once for each thread
+    assert all(device.calls.count("copy") for device in devices)
+    assert not any(device.registered for device in devices)
+    assert_same(module, wanted)
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, 5])
 @pytest.mark.parametrize("sizes", [(600_000, 100, 600_000), (524_288,) * 8])
-def test_failure_in_the_middle_leaves_nothing_under_way(fails_at, sizes):
+def test_device_that_is_full_in_the_middle_leaves_nothing_under_way(fails_at, sizes):
     device = LateDevice(fails_at=fails_at)
     module = module_of(*sizes)
     before = dict(module.named_buffers())
     moves = Moves([(module, lambda path: device)])
     with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
-        send(moves, RingShape(4, 1 << 18), device)
+        bring(moves, max_nbytes=LIMIT)
     assert device.pending == 0
     assert not device.registered
     assert all(tensor is before[name] for name, tensor in module.named_buffers())
 
 
-@pytest.mark.parametrize(("nbytes", "lanes"), [(4096, 1), (3 * 65536, 3), (640_000, 4)])
-def test_small_uploads_take_few_threads_and_each_thread_few_slots(monkeypatch, nbytes, lanes):
-    monkeypatch.setattr(upload_module, "filler_count", lambda: 4)
+def test_sources_may_change_when_they_were_read():
+    """They are in slots then, though no device has fetched them."""
+    module = module_of(100_000)
+    wanted = contents(module)
     device = LateDevice()
-    moves = Moves([(module_of(nbytes), lambda path: device)])
-    device.calls.clear()
-    send(moves, RingShape(64, 65536), device)
-    assert device.calls.count("follow") == lanes
-    assert device.calls.count("register") <= 3 * lanes
+    moves = Moves([(module, lambda path: device)])
+    with Upload(100_000, device) as upload:
+        upload.copy(moves.moves)
+        assert device.pending
+        module.b0.zero_()
+    moves.commit()
+    assert_same(module, wanted)
 
 
-def test_lanes_follow_what_the_device_does_before_each_upload():
+def test_copies_follow_what_the_device_does():
     device = LateDevice()
-    moves = Moves([(module_of(600_000), lambda path: device)])
     for _ in range(2):
         device.calls.clear()
-        send(moves, RingShape(2, 65536), device)
+        send(module_of(600_000), device)
         assert "follow" in device.calls[: device.calls.index("copy")]
+
+
+def test_nothing_to_copy_asks_nothing_of_the_device():
+    device = LateDevice()
+    send(module_of(), device)
+    assert device.calls == []
+
+
+# Page-locked memory -------------------------------------------------------------------------------
+
+
+def test_slots_are_registered_once_each_and_no_more_than_are_needed():
+    device = LateDevice()
+    send(module_of(600_000), device)
+    assert device.calls.count("register") == device.calls.count("unregister") == 3
+    device.calls.clear()
+    send(module_of(5000), device)
+    assert device.calls.count("register") == device.calls.count("unregister") == 1
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["memory of torch", "no locked memory"])
+def test_driver_that_refuses_registration_gets_every_byte(locks):
+    device = LateDevice(registers=False, locks=locks)
+    module = module_of(600_000, 10)
+    wanted = contents(module)
+    send(module, device)
+    assert_same(module, wanted)
+    assert "unregister" not in device.calls
+
+
+def test_torch_that_locks_nothing_says_so_once(monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no driver\nand more")
+
+    runtime = object.__new__(Runtime)
+    runtime.name = "a device"
+    runtime_module.say_once.cache_clear()
+    monkeypatch.setattr(torch, "empty", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert [runtime.page_locked(4096), runtime.page_locked(4096)] == [None, None]
+    (record,) = caplog.records
+    assert "a device: torch page-locks no memory (no driver)" in record.message
+
+
+def test_limit_is_for_all_slots():
+    device = LateDevice()
+    sizes = []
+    register = device.register
+
+    def note(address, nbytes, *, read_only):
+        sizes.append(nbytes)
+        return register(address, nbytes, read_only=read_only)
+
+    device.register = note
+    send(module_of(3_000_000), device, 1_000_000)
+    assert sum(sizes) <= 1_000_000
+
+
+# Where it runs ------------------------------------------------------------------------------------
+
+
+def test_program_with_one_thread_of_torch_fills_slots_with_several(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    threads = set()
+    fill = upload_module._fill
+
+    def note(*args):
+        threads.add(threading.get_ident())
+        barrier.wait(20)
+        fill(*args)
+
+    barrier = threading.Barrier(4)
+    monkeypatch.setattr(upload_module, "_fill", note)
+    monkeypatch.setattr(upload_module, "_PART_NBYTES", 16 << 10)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        send(module_of(64 << 10), LateDevice())
+    finally:
+        torch.set_num_threads(before)
+    assert len(threads) == 4
+
+
+def test_forked_process_whose_parent_has_torchs_threads_uploads():
+    torch.ones(2048, 2048) @ torch.ones(2048, 2048)  # starts them
+    module = module_of(600_000)
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)  # as shmload does where it finds such a process
+            wanted = contents(module)
+            send(module, LateDevice())
+            assert_same(module, wanted)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_device_with_the_hosts_memory_makes_the_kernel_copy_no_page(tmp_path):
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(range(256)) * 8192)
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    start = whole.data_ptr()
+    assert is_copied_on_read(start)
+    module = nn.Module()
+    module.register_buffer("weight", whole)
+    send(module, LateDevice(is_integrated=True))
+    assert bytes(module.weight.numpy()) == path.read_bytes()
+    assert not has_own_pages(start, start + len(content))

@@ -5,13 +5,12 @@ import mmap
 import os
 import stat
 
-import numpy as np
 import pytest
 from privileges import no_privileges
 
 from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.files import is_cached, open_source, read_ahead
-from shmload._host.memory import PAGE_NBYTES, populate, protect
+from shmload._host.memory import PAGE_NBYTES, free_pages, populate
 from shmload._host.pagemap import is_touched
 from shmload._host.shm import SHM_DIR, is_named, shm_open, shm_rename, shm_unlink
 from shmload._ipc.procs import has_pidfds
@@ -220,16 +219,17 @@ def test_populated_pages_are_there_before_they_are_read():
     assert not populate(0, PAGE_NBYTES)  # nothing is mapped there
 
 
-def test_protected_memory_is_writable_when_asked():
+def test_freed_pages_read_as_zeros_and_take_no_memory():
     fd = os.memfd_create("pages")
-    os.ftruncate(fd, PAGE_NBYTES)
-    content = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    reading = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    os.pwrite(fd, bytes([7]) * (4 * PAGE_NBYTES + 100), 0)
+    content = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    free_pages(fd, PAGE_NBYTES + 1, 3 * PAGE_NBYTES)  # the first one only in part
+    assert os.fstat(fd).st_blocks * 512 == 4 * PAGE_NBYTES
+    assert content[: 2 * PAGE_NBYTES] == bytes([7]) * 2 * PAGE_NBYTES
+    assert content[2 * PAGE_NBYTES : 3 * PAGE_NBYTES] == bytes(PAGE_NBYTES)
+    free_pages(fd, 0, len(content))
+    assert os.fstat(fd).st_blocks * 512 == PAGE_NBYTES  # the last one, which is not whole
+    assert content[:] == bytes(len(content))
     os.close(fd)
-    start = np.frombuffer(content, np.uint8).ctypes.data
-    protect(start, PAGE_NBYTES, writable=True)
-    ctypes.memset(start, 7, 1)
-    protect(start, PAGE_NBYTES, writable=False)
-    assert reading[0] == 7
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        protect(0, PAGE_NBYTES, writable=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        free_pages(fd, 0, PAGE_NBYTES)

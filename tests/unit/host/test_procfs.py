@@ -13,7 +13,6 @@ from shmload._host.procfs import (
     file_system,
     is_remote,
     machine_free_nbytes,
-    mapped_library,
     mappers,
     mappings,
     shared_ranges,
@@ -204,10 +203,3 @@ def test_shared_mappings_for_reading_are_found_by_process(fd, name):
         assert found == {os.getpid(): [(inode, 2 * PAGE_NBYTES, 3 * PAGE_NBYTES)]}
         assert shared_ranges("no-such-prefix-") == {}
     assert shared_ranges(name) == {}
-
-
-def test_loaded_library_is_found_by_the_beginning_of_its_name():
-    path = mapped_library("libc.so")
-    assert path is None or os.path.isfile(path)  # musl's has another name
-    assert mapped_library("libnothing.so") is None
-    assert mapped_library("python") or mapped_library("libpython")

@@ -1,0 +1,182 @@
+"""Times the steps of a copy of weights in memory to a GPU, for some sizes in GB.
+
+    .venv/bin/python scripts/upload_steps.py [--pretend] [SIZE]...       # 4.5 and 20
+
+The weights are bfloat16 matrices of 38 MB, with a bias each, over a file in memory that is mapped
+as a segment is. Each size is copied twice; the second time is that of a process that has copied
+before. With --pretend no GPU is needed: copies to it take no time, so the steps tell how fast the
+cores fill the slots.
+"""
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import nn
+
+import shmload
+from shmload._building import placing
+from shmload._devices.moves import Moves
+from shmload._devices.upload import Upload
+from shmload._placement import inventory
+from shmload._runtimes.runtime import Runtime
+
+_WIDTH = 4352
+_MATRIX_NBYTES = _WIDTH * _WIDTH * 2
+_BLOCK_NBYTES = _MATRIX_NBYTES + _WIDTH * 2
+_PLAIN_NBYTES = 1 << 30
+
+
+class _Nothing(Runtime):
+    """A device without one: its memory is never written, and takes none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name = torch.device("cpu"), "no device"
+
+    def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in copies:
+            assert target.shape == source.shape
+
+    def follow(self) -> None:
+        pass
+
+    join = drain = follow
+
+    def record(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--pretend", action="store_true")
+    parser.add_argument("sizes", nargs="*", type=float, default=[4.5, 20])
+    asked = parser.parse_args()
+    if asked.pretend:
+        placing.runtime_of = _Nothing  # type: ignore[attr-defined]
+        inventory.machine_inventory = lambda *_: inventory.parse_inventory("900GiB,cpu=900GiB")
+    else:
+        print(json.dumps({"plain copies, GB/s": _plain_rates()}))
+    for size in asked.sizes:
+        file = _filled(round(size * 1e9 / _BLOCK_NBYTES))
+        for _ in range(2):
+            print(json.dumps({"GB": size} | _measure(file)), flush=True)
+        os.close(file)
+
+
+def _plain_rates() -> dict[str, float]:
+    """Return how fast torch copies from page-locked memory, and from other memory."""
+    target = torch.empty(_PLAIN_NBYTES, dtype=torch.uint8, device="cuda")
+    rates = {}
+    for name, is_locked in {"page-locked": True, "pageable": False}.items():
+        source = torch.empty(_PLAIN_NBYTES, dtype=torch.uint8, pin_memory=is_locked).fill_(1)
+        target.copy_(source)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        rates[name] = round(4 * _PLAIN_NBYTES / (time.perf_counter() - began) / 1e9, 1)
+    return rates
+
+
+def _filled(blocks: int) -> int:
+    """Return a file in memory with the bytes of so many blocks."""
+    file = os.memfd_create("weights")
+    content = torch.randn(_BLOCK_NBYTES // 2 // 16 * 16, dtype=torch.bfloat16)
+    block = content.view(torch.uint8).numpy().tobytes().ljust(_BLOCK_NBYTES, b"\0")
+    for number in range(blocks):
+        os.pwrite(file, block, number * _BLOCK_NBYTES)
+    return file
+
+
+def _module_over(file: int) -> nn.Module:
+    content = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(content, dtype=torch.bfloat16)
+    module = nn.ModuleList()
+    for block in flat.split(_BLOCK_NBYTES // 2):
+        with torch.device("meta"):
+            layer = nn.Linear(_WIDTH, _WIDTH)
+        layer.weight = nn.Parameter(block[: _WIDTH * _WIDTH].view(_WIDTH, _WIDTH), False)
+        layer.bias = nn.Parameter(block[_WIDTH * _WIDTH :], False)
+        module.append(layer)
+    return module
+
+
+def _measure(file: int) -> dict[str, object]:
+    """Copy once; return when each step was over, in ms, and the rates of the loop and the call."""
+    module = _module_over(file)
+    nbytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+    reached: dict[str, float] = {}
+    undo = [
+        _noting(Moves, "__init__", "moves", reached),
+        _noting(Upload, "__init__", "slots asked for", reached),
+        _noting(Upload, "_take", "first slot locked", reached, is_first=True),
+        _noting(Upload, "copy", "last fill", reached),
+        _noting(Upload, "close", "close", reached),
+        _noting(Moves, "commit", "commit", reached),
+        _noting(_drained(), "drain", "drain", reached),
+    ]
+    began = time.perf_counter()
+    try:
+        shmload.to_device(module, 0)
+        call_s = time.perf_counter() - began
+    finally:
+        for each in undo:
+            each()
+    loop_s = reached["drain"] - reached["first slot locked"]
+    steps = {name: round((at - began) * 1e3, 1) for name, at in sorted(reached.items(), key=_at)}
+    del module
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {
+        "steps, ms": steps,
+        "call, ms": round(call_s * 1e3, 1),
+        "loop, GB/s": round(nbytes / loop_s / 1e9, 1),
+        "call, GB/s": round(nbytes / call_s / 1e9, 1),
+    }
+
+
+def _at(step: tuple[str, float]) -> float:
+    return step[1]
+
+
+def _drained() -> type[Runtime]:
+    """Return the class that has the `drain` of the device that is used."""
+    return _Nothing if placing.runtime_of is _Nothing else Runtime
+
+
+def _noting(
+    owner: type, name: str, step: str, reached: dict[str, float], *, is_first: bool = False
+) -> Callable[[], None]:
+    """Note when a method returns, the first or the last time; returns what undoes that."""
+    method = getattr(owner, name)
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if not (is_first and step in reached):
+            reached[step] = time.perf_counter()
+        return result
+
+    setattr(owner, name, note)
+    return lambda: setattr(owner, name, method)
+
+
+if __name__ == "__main__":
+    main()
