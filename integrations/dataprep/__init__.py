@@ -16,8 +16,7 @@ the bytes of an undisturbed run. May import the door `handles`, `errors`, and of
 writes files and names the ends of processes.
 """
 
-from shmload.integrations.dataprep.folder import Report
+from shmload.integrations.dataprep.folder import Report, Results
 from shmload.integrations.dataprep.job import Job
-from shmload.integrations.dataprep.results import Results
 
 __all__ = ["Job", "Report", "Results"]

@@ -1,8 +1,8 @@
-"""Messages between a job and its processes, and how functions, items, results and errors cross.
+"""How functions, items, results and errors cross between a job and its processes.
 
 Functions and classes of `__main__`, of a notebook, and lambdas go by value (cloudpickle). Tensors
 go as their bytes alone: torch's own pickling of a view would write its whole storage, which for a
-weight is a whole segment.
+weight is a whole segment. Those that are large go through memory that both ends share.
 
 Only for processes that one program has started, over sockets that no other process has: what is
 unpickled here can run any code.
@@ -10,103 +10,126 @@ unpickled here can run any code.
 
 import contextlib
 import io
+import mmap
 import pickle
-import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-Part = bytes | bytearray | memoryview
-
-_KINDS = ("begin", "task", "ready", "broken", "at", "done", "failed")
-# The kind's number, how many parts follow, and the size of all that follows; then each part's size.
-_HEAD = struct.Struct("<IIQ")
-_SMALL_NBYTES = 1 << 16  # cheaper to copy than to send on its own
+# To copy so much through the socket takes as long as a message.
+_LARGE_NBYTES = 1 << 16
+_HUGE_NBYTES = 2 << 20  # of a huge page: to copy into it takes a tenth of the time
+_NOTES = struct.Struct("qqq")
 
 
-class Channel:
-    """One end of a socket that carries messages.
+class Memory:
+    """Memory that a job and one of its processes have in common.
+
+    The process notes there what it is at, which the job reads without a message; and it puts there
+    the large buffers of its results, which the job copies. So pages are made once, not for each
+    result: to make and to free one costs more than to copy it.
 
     Args:
-        end: of a pair of stream sockets; the channel owns it.
+        fd: an empty file in memory, the same for both; stays the caller's.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self.fileno = end.fileno  # so that it can be waited for
-        self.close = end.close
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 0)
+        self.used = 0
+        """Where the buffers end that were put here, in bytes."""
 
-    def limit(self, timeout_s: int) -> None:
-        """Have sends and receives raise an OSError that make no progress for so many seconds."""
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", timeout_s, 0))
+    @property
+    def notes(self) -> tuple[int, int, float]:
+        """The number of its item, -1 if there is none; how many it has begun; since when, in s."""
+        number, begun, since_ns = _NOTES.unpack_from(self._map)
+        return number, begun, (time.monotonic_ns() - since_ns) / 1e9
 
-    def send(self, kind: str, *parts: Part) -> None:
-        """Send a message; blocks until the other end has taken most of it.
+    def note(self, number: int, begun: int) -> None:
+        """Note what the process is at, as `notes` has it."""
+        _NOTES.pack_into(self._map, 0, number, begun, time.monotonic_ns())
 
-        Raises:
-            OSError: the other end is gone, or takes nothing any more.
-        """
-        sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
-        size = len(sizes) + sum(map(len, parts))
-        pending = bytearray(_HEAD.pack(_KINDS.index(kind), len(parts), size) + sizes)
-        for part in parts:
-            if len(part) <= _SMALL_NBYTES:
-                pending += part
-            else:
-                self.socket.sendall(pending)
-                self.socket.sendall(part)
-                pending = bytearray()
-        self.socket.sendall(pending)
+    def clear(self) -> None:
+        """Note that nothing is begun, and forget the buffers."""
+        self.note(-1, 0)
+        self.used = _NOTES.size
 
-    def receive(self) -> tuple[str, list[Part]]:
-        """Return the next message, its kind and its parts; blocks until it is whole.
+    def put(self, content: memoryview) -> tuple[int, int]:
+        """Copy a buffer to the end, and return its place."""
+        place = self.used, self.used + content.nbytes
+        self._reach(place[1])
+        self._map[place[0] : place[1]] = content
+        self.used = place[1]
+        return place
 
-        Raises:
-            EOFError: the other end is gone.
-            OSError: no more of it has come.
-        """
-        number, count, size = _HEAD.unpack(self._read(_HEAD.size))
-        body = self._read(size)
-        at = 8 * count
-        parts: list[Part] = []
-        for length in struct.unpack(f"<{count}Q", body[:at]):
-            parts.append(body[at : at + length])
-            at += length
-        return _KINDS[number], parts
+    def get(self, place: tuple[int, int]) -> bytearray | mmap.mmap:
+        """Return a copy of what the other has put at a place."""
+        self._reach(place[1])
+        nbytes = place[1] - place[0]
+        with memoryview(self._map) as whole, whole[place[0] : place[1]] as content:
+            if nbytes < _HUGE_NBYTES:
+                return bytearray(content)
+            copy = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+            copy.madvise(mmap.MADV_HUGEPAGE)
+            copy[:] = content
+            return copy
 
-    def _read(self, size: int) -> memoryview:
-        content = rest = memoryview(bytearray(size))
-        while rest:
-            got = self.socket.recv_into(rest)
-            if not got:
-                raise EOFError("the other end of the socket is gone")
-            rest = rest[got:]
-        return content
+    def _reach(self, end: int) -> None:
+        if end > len(self._map):
+            self._map.resize(end)
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._map.close()
 
 
-def dump(value: object) -> list[Part]:
-    """Pickle an object; the bytes of its tensors and arrays are parts of their own.
+MEMORY_NBYTES = _NOTES.size
+"""The size of a new file for a `Memory`."""
+
+
+class Parcel(NamedTuple):
+    """A pickled object."""
+
+    pickled: bytes
+    places: Sequence[tuple[int, int]] = ()
+    """Of its large buffers, in the memory of the process that has pickled it."""
+    is_error: bool = False
+    """Whether it is the error that stands in the place of a result."""
+
+
+def dump(value: object, memory: Memory) -> Parcel:
+    """Pickle an object.
+
+    Args:
+        value: the object.
+        memory: gets its large buffers.
 
     Raises:
         Exception: what the object's own pickling raises.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = _pickle(value, buffers.append)
-    return [pickled, *(buffer.raw() for buffer in buffers)]
+    places: list[tuple[int, int]] = []
+
+    def goes_inside(buffer: pickle.PickleBuffer) -> bool:
+        content = buffer.raw()
+        is_small = content.nbytes < _LARGE_NBYTES
+        if not is_small:
+            places.append(memory.put(content))
+        return is_small
+
+    return Parcel(_pickle(value, goes_inside), places)
 
 
-def load(parts: Sequence[Part]) -> Any:
+def load(parcel: Parcel, memory: Memory) -> Any:
     """Unpickle an object. Its tensors are on the CPU, contiguous, and without their history.
 
     Raises:
         Exception: what the object's own unpickling raises.
     """
-    return pickle.loads(parts[0], buffers=parts[1:])
+    return pickle.loads(parcel.pickled, buffers=map(memory.get, parcel.places))
 
 
 def dump_whole(value: object) -> bytes:
@@ -117,7 +140,7 @@ def dump_whole(value: object) -> bytes:
         return pickle.dumps(_Refusal(describe_error(exc)))
 
 
-def dump_error(error: BaseException) -> list[Part]:
+def dump_error(error: BaseException) -> Parcel:
     """Pickle an error, with its traceback as a note.
 
     If it cannot be pickled and unpickled, a `RuntimeError` with its text goes instead.
@@ -129,10 +152,10 @@ def dump_error(error: BaseException) -> list[Part]:
         error.add_note(note)
         pickled = _pickle(error, None)
         if isinstance(pickle.loads(pickled), BaseException):
-            return [pickled]
+            return Parcel(pickled, is_error=True)
     plain = RuntimeError(describe_error(error))
     plain.add_note(note)
-    return dump(plain)
+    return Parcel(_pickle(plain, None), is_error=True)
 
 
 def describe_error(error: BaseException) -> str:
@@ -152,12 +175,12 @@ def bytes_of(tensor: Any) -> Any:
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _pickle(value: object, on_buffer: Callable[[pickle.PickleBuffer], object] | None) -> bytes:
+def _pickle(value: object, goes_inside: Callable[[pickle.PickleBuffer], bool] | None) -> bytes:
     # In a process that multiprocessing spawned, the program's main module has this name.
     if spawned := sys.modules.get("__mp_main__"):
         cloudpickle.register_pickle_by_value(spawned)
     with io.BytesIO() as file:
-        _Pickler(file, protocol=5, buffer_callback=on_buffer).dump(value)
+        _Pickler(file, protocol=5, buffer_callback=goes_inside).dump(value)
         return file.getvalue()
 
 
@@ -177,7 +200,8 @@ def _make_tensor(dtype: str, shape: tuple[int, ...], content: Any) -> Any:
 
     if not len(content):
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    content = content if isinstance(content, memoryview) else bytearray(content)
+    if isinstance(content, bytes):
+        content = bytearray(content)  # which can be written to
     return torch.frombuffer(content, dtype=getattr(torch, dtype)).reshape(shape)
 
 

@@ -6,34 +6,31 @@
     index.jsonl              a line for each item, once all have a result or an error
 
 Guarantee: a job that was killed does the shards again that it was at, and no other; the finished
-folder has the same bytes. One job writes at a time; nothing of a killed job writes after it.
+folder has the same bytes. One job writes at a time.
 """
 
 import fcntl
+import importlib
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from shmload._host.files import TEMPORARY_SUFFIX
-from shmload.errors import (
-    ArgumentError,
-    ResultsError,
-)
+from shmload.errors import ArgumentError, ResultsError
+from shmload.errors.sources import needing
 from shmload.integrations.dataprep.crossing import dump_whole
-from shmload.integrations.dataprep.formats import require_format
 from shmload.integrations.dataprep.pool import Task
-from shmload.integrations.dataprep.shards import Row, Shard, write_whole
+from shmload.integrations.dataprep.shards import FORMATS, Row, Shard, refused, write_whole
 
-FACTS = "results.json"
-INDEX = "index.jsonl"
-# The processes of a job that was killed have its lock until the kernel has ended them.
-_LOCK_TIMEOUT_S = 3.0
+_FACTS = "results.json"
+_INDEX = "index.jsonl"
+_OPEN_SHARDS = 64
 
 
 @dataclass
@@ -75,7 +72,11 @@ class Folder:
         format: str,
         shard_items: int,
     ) -> None:
-        require_format(format)
+        if format not in FORMATS:
+            raise ArgumentError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+        library = FORMATS[format].library
+        with needing(library, f"the format {format!r}", f"'shmload[{format}]'"):
+            importlib.import_module(library)
         if shard_items < 1:
             raise ArgumentError(f"shard_items is {shard_items}; it must be 1 or more")
         self.path = Path(path)
@@ -86,17 +87,18 @@ class Folder:
         self._keys: set[bytes] = set()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(os.open(self.path / FACTS, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+            self._file = os.fdopen(os.open(self.path / _FACTS, os.O_RDWR | os.O_CREAT, 0o666), "r+")
         except OSError as exc:
-            raise ResultsError(
-                f"{self.path} cannot be written: {exc.strerror or exc}; see to its disk and "
-                "permissions, then run the job again: it does what is missing",
-                folder=str(self.path),
-                errno=exc.errno,
-            ) from exc
+            raise refused(self.path, exc) from exc
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._claim()
+        except BlockingIOError as exc:
+            self._file.close()
+            raise ResultsError(
+                f"another job writes to {self.path}; wait for its end, or give another folder",
+                folder=str(self.path),
+            ) from exc
         except BaseException:
             self._file.close()
             raise
@@ -105,13 +107,7 @@ class Folder:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # the job's processes have it open, too
         self._file.close()
-
-    @property
-    def lock(self) -> int:
-        """The descriptor of the locked file."""
-        return self._file.fileno()
 
     def tasks(
         self,
@@ -120,7 +116,6 @@ class Folder:
         *,
         retry: bool,
         raises: bool,
-        on_skip: Callable[[int], None],
     ) -> Iterator[Task]:
         """Yield the shards that are to be done, and count all items in the report.
 
@@ -129,11 +124,9 @@ class Folder:
             key: returns an item's key; None for its number as text of eight digits.
             retry: whether shards with failed items are done again.
             raises: whether the error of an item ends its shard.
-            on_skip: is called with the number of items of each shard that is done.
 
         Raises:
-            ArgumentError: two items have the same key.
-            ArgumentError: a key is no text.
+            ArgumentError: two items have the same key, or one has no text as key.
             ResultsError: the folder has results of other items.
         """
         numbered = enumerate(items)
@@ -144,17 +137,16 @@ class Folder:
             self.report.items += len(part)
             self.report.shards += 1
             if errors is None or (errors and retry):
-                (self.path / INDEX).unlink(missing_ok=True)
+                (self.path / _INDEX).unlink(missing_ok=True)
                 self.report.computed += len(part)
                 rows = [
                     Row(place, dump_whole(item), name)
                     for (place, item), name in zip(part, keys, strict=True)
                 ]
                 path = str(self._path(number))
-                yield Task(number, rows, Shard(path, self._format, self._digest, raises))
+                yield Task(rows, Shard(path, self._format, self._digest, raises))
             else:
                 self.report.failed += len(errors)
-                on_skip(len(part))
         if self._path(self.report.shards).with_suffix(".json").exists():
             raise self._mismatch(f"it has more than these {self.report.items} items")
 
@@ -170,27 +162,15 @@ class Folder:
                     line = {"key": key} | ({"error": error} if error else {"shard": path.name})
                     file.write(json.dumps(line).encode() + b"\n")
 
-        if not (self.path / INDEX).exists():
-            write_whole(self.path / INDEX, write)
+        for left in self.path.glob(f"*{TEMPORARY_SUFFIX}"):  # of processes that were killed
+            left.unlink()
+        if not (self.path / _INDEX).exists():
+            write_whole(self.path / _INDEX, write)
         return self.report
 
     def _path(self, number: int) -> Path:
         """Return the path of a shard's files, without their suffixes."""
         return self.path / f"shard-{number:05}"
-
-    def _lock(self) -> None:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                if time.monotonic() > deadline:
-                    raise ResultsError(
-                        f"another job writes to {self.path}; wait for its end, or give another "
-                        "folder",
-                        folder=str(self.path),
-                    ) from exc
-            time.sleep(0.02)
 
     def _mismatch(self, reason: str) -> ResultsError:
         return ResultsError(
@@ -201,19 +181,16 @@ class Folder:
 
     def _claim(self) -> None:
         """Compare the facts with those of the folder, or write them if it has no results."""
-        for left in self.path.glob(f"*{TEMPORARY_SUFFIX}"):  # of a file system such as NFS
-            left.unlink()
         if any(self.path.glob("shard-*.json")):
-            there = json.load(self._file)
-            names = sorted({*there.items()} ^ {*self._facts.items()})
-            if names:
-                name = names[0][0]
+            there = json.loads(self._file.read() or "{}")
+            for name, _ in sorted({*there.items()} ^ {*self._facts.items()}):
                 was, now = there.get(name), self._facts.get(name)
                 raise self._mismatch(f"its {name} is {was!r}, and now {now!r}")
         else:
             self._file.truncate()
             json.dump(self._facts, self._file, indent=1, sort_keys=True)
             self._file.flush()
+            os.fsync(self._file)  # a shard that outlives a loss of power must find it
 
     def _key(self, number: int, item: Any, key: Callable[[Any], str] | None) -> str:
         if key is None:
@@ -241,6 +218,7 @@ class Folder:
         there: list[str] = listed["keys"]
         if there != keys[: len(there)]:
             raise self._mismatch(f"{path.name} lists other items")
+        # A process of a job with other facts, which was killed, may have written a last list.
         is_whole = listed["facts"] == self._digest and len(there) == len(keys)
         errors: dict[str, str] = listed["errors"]
         return errors if is_whole else None
@@ -248,3 +226,89 @@ class Folder:
 
 def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=16).digest()
+
+
+class Results(Sequence[Any]):
+    """The items that have a result, in their order; each is a dict of tensors by name.
+
+    It reads the index when it is made, and of an access the bytes of that item. It pickles as its
+    path. Shards of other formats than safetensors are read by their own libraries; of such a folder
+    this has the keys and errors.
+
+    Args:
+        folder: of a job that has ended.
+
+    Attributes:
+        keys: of the items that have a result, in their order.
+        errors: why the others have none, by key.
+
+    Raises:
+        ResultsError: there is no index; the job has not ended.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.errors: dict[str, str] = {}
+        self._shards: dict[str, str] = {}
+        try:
+            self._format = json.loads((self.folder / _FACTS).read_text())["format"]
+            with (self.folder / _INDEX).open() as lines:
+                for line in map(json.loads, lines):
+                    if "error" in line:
+                        self.errors[line["key"]] = line["error"]
+                    else:
+                        self._shards[line["key"]] = line["shard"]
+        except FileNotFoundError as exc:
+            raise ResultsError(
+                f"{self.folder} has no index of results; run the job that writes it to its end",
+                folder=str(self.folder),
+            ) from exc
+        self.keys = list(self._shards)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, item: Any) -> Any:
+        """Return the tensors of an item by name, on the CPU, each in memory of its own.
+
+        Args:
+            item: its key, or its place among those that have a result; or a slice of places.
+
+        Raises:
+            KeyError: no item has that key, or it failed.
+            IndexError: there is no such place.
+            ResultsError: its shard is gone or damaged, or the folder has another format than
+                safetensors.
+        """
+        if isinstance(item, slice):
+            return [self[key] for key in self.keys[item]]
+        key = item if isinstance(item, str) else self.keys[item]
+        if key in self.errors:
+            raise KeyError(f"{key!r} failed: {self.errors[key]}")
+        path = self.folder / f"{self._shards[key]}.safetensors"
+        if self._format != "safetensors":
+            raise ResultsError(
+                f"{self.folder} has the format {self._format}; read its shards with that library, "
+                "as docs/dataprep.md shows",
+                folder=str(self.folder),
+            )
+        try:
+            shard, names = _opened(path, path.stat().st_mtime_ns)
+            return {name.rpartition("/")[2]: shard.get_tensor(name) for name in names.get(key, ())}
+        except Exception as exc:
+            raise refused(path, exc) from exc
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder,)
+
+
+@lru_cache(maxsize=_OPEN_SHARDS)
+def _opened(path: Path, version: int) -> tuple[Any, dict[str, list[str]]]:
+    """Open a shard; return it, and the names of its tensors by key."""
+    from safetensors import safe_open
+
+    shard: Any = safe_open(path, "pt")
+    names: dict[str, list[str]] = {}
+    for name in list(shard.keys()):
+        names.setdefault(name.rpartition("/")[0], []).append(name)
+    return shard, names

@@ -1,22 +1,34 @@
 """A job: processes that have a pipeline, and functions mapped over items in them."""
 
 import contextlib
+import itertools
 import operator
 import os
+import pickle
 import sys
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from typing import Any, Literal, Self
+
+from tqdm import tqdm
 
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ItemFailed, JobError
-from shmload.integrations.dataprep.bar import Bar
-from shmload.integrations.dataprep.crossing import describe_error, dump_whole, load
+from shmload.integrations.dataprep.crossing import describe_error, dump_whole
 from shmload.integrations.dataprep.folder import Folder, Report
-from shmload.integrations.dataprep.pool import Outcome, Pool, Task, Work, item_failed
-from shmload.integrations.dataprep.prepared import Setup
-from shmload.integrations.dataprep.runner import Caller, Function
-from shmload.integrations.dataprep.shards import Row, perform
+from shmload.integrations.dataprep.pool import Outcome, Pool, Task
+from shmload.integrations.dataprep.processes import Setup
+from shmload.integrations.dataprep.runner import Function, caller
+from shmload.integrations.dataprep.shards import Row, write_shard
 from shmload.integrations.handles import Handle
 
 logger = logger_of(__name__)
@@ -26,6 +38,8 @@ Errors = Literal["raise", "pass"]
 
 _HELD = 16
 """So many results of each process wait for an earlier one."""
+_LINE = "{percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]\n"
+_FIRST_LINE_S = 10.0
 
 
 class Job:
@@ -91,7 +105,11 @@ class Job:
         )
         self._procs = procs
         self._pool = Pool(self._setup, procs, timeout_s)
-        self._closing = weakref.finalize(self, _close, self._pool, own)
+        stack = contextlib.ExitStack()
+        if own:  # without processes this one loads it
+            stack.enter_context(own)
+        stack.callback(self._pool.close)
+        self._closing = weakref.finalize(self, stack.close)
 
     def __enter__(self) -> Self:
         return self
@@ -114,7 +132,7 @@ class Job:
     ) -> Iterator[Any]:
         """Call a function on every item, and yield what it returns.
 
-        Items are taken as they are needed, so they may be endless. At most 16 results of each
+        Items are taken as they are needed, so they may be endless. At most 32 results of each
         process wait for an earlier one. Closing the iterator ends the work on the items.
 
         Args:
@@ -133,31 +151,36 @@ class Job:
         Raises:
             ItemFailed: the function raised an error, which is its `__cause__`; or three processes
                 have ended at the item.
-            JobError: the processes keep ending before they can work.
+            JobError: a process has ended before it could work.
             ShmloadError: the pipeline cannot be loaded.
         """
         _check(items, errors)
         numbered = enumerate(items)
+        taken: dict[int, Any] = {}
+        """Items that have no outcome yet, by number."""
         held: dict[int, Outcome] = {}
         given = 0
 
-        def take() -> Task | None:
+        def take(count: int) -> Task | None:
             if len(held) >= _HELD * max(1, self._procs):
                 return None
-            number, item = next(numbered, (-1, None))
-            return None if number < 0 else Task(number, [Row(number, dump_whole(item))], item=item)
+            rows = []
+            for number, item in itertools.islice(numbered, count):
+                taken[number] = item
+                rows.append(Row(number, dump_whole(item)))
+            return Task(rows) if rows else None
 
-        with (
-            Bar(items, progress) as bar,
-            contextlib.closing(self._run(function, take, bar)) as outcomes,
-        ):
-            for outcome in outcomes:
-                held[outcome.task.number if ordered else given] = outcome
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(_bar(items, progress))
+            run = self._run(function, take, bar.show)
+            for outcome in stack.enter_context(contextlib.closing(run)):
+                held[outcome.row.number if ordered else given] = outcome
                 while given in held:
-                    task, value, error, _ = held.pop(given)
+                    row, value, error = held.pop(given)
                     given += 1
+                    item = taken.pop(row.number)
                     if error is not None:
-                        value = _item_error(task.number, task.item, error)
+                        value = _failed(row, item, error)
                         if errors == "raise":
                             raise value
                     yield value
@@ -205,38 +228,48 @@ class Job:
         """
         _check(items, errors)
         known = self._facts(facts or {})
-        with Folder(folder, known, format, shard_items) as there, Bar(items, progress) as bar:
-            tasks = there.tasks(items, key, retry=retry, raises=errors == "raise", on_skip=bar.skip)
-            run = self._run(function, lambda: next(tasks, None), bar, there.lock)
-            with contextlib.closing(run) as outcomes:
-                for _, value, error, row in outcomes:
-                    if isinstance(error, JobError):
-                        raise error
-                    if error is not None:
-                        raise _item_error(row.number, row.key, error)
-                    there.report.failed += len(value)
-                    for name, reason in value.items():
-                        logger.warning("%s failed: %s", name, reason)
+        with contextlib.ExitStack() as stack:
+            there = stack.enter_context(Folder(folder, known, format, shard_items))
+            bar = stack.enter_context(_bar(items, progress))
+            report = there.report
+            tasks = there.tasks(items, key, retry=retry, raises=errors == "raise")
+            run = self._run(
+                function,
+                lambda count: next(tasks, None),
+                lambda done: bar.show(done, report.items - report.computed),
+            )
+            for row, value, error in stack.enter_context(contextlib.closing(run)):
+                if error is not None:
+                    is_ours = isinstance(error, JobError)
+                    raise error if is_ours else _failed(row, row.key, error)
+                report.failed += len(value)
+                for name, reason in value.items():
+                    logger.warning("%s failed: %s", name, reason)
             return there.finish()
 
     def _run(
-        self, function: Function, take: Callable[[], Task | None], bar: Bar, lock: int = -1
+        self,
+        function: Function,
+        take: Callable[[int], Task | None],
+        show: Callable[[int], object],
     ) -> Generator[Outcome]:
+        pickled = dump_whole(function)
+        pickle.loads(pickled)  # raises the error of a function that cannot be pickled
         if self._procs:
-            pickled = dump_whole(function)
-            load([pickled])  # raises the error of a function that cannot be pickled
-            yield from self._pool.run(Work(pickled, take, bar, lock))
+            yield from self._pool.run(pickled, take, show)
             return
-        call = None
-        while task := take():
+        done, call = 0, None
+        while task := take(1):
             pipe = self.handle.load() if self.handle else None
-            call = call or Caller(pipe, function, self._setup)
+            call = call or caller(pipe, function, self._setup)
+            row = task.rows[0]
             try:
-                value, error = perform(task.shard, task.rows, {}, call), None
+                value = write_shard(task.shard, task.rows, call) if task.shard else call(row)
+                outcome = Outcome(row, value)
             except Exception as exc:
-                value, error = None, exc
-            bar.add(len(task.rows))
-            yield Outcome(task, value, error, task.rows[0])
+                outcome = Outcome(row, None, exc)
+            show(done := done + len(task.rows))
+            yield outcome
 
     def _facts(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what results depend on: the pipeline, this job, and what the user says."""
@@ -252,16 +285,10 @@ class Job:
         return known | dict(facts)
 
 
-def _close(pool: Pool, handle: Handle | None) -> None:
-    pool.close()
-    if handle:  # without processes this one has loaded it
-        handle.close()
-
-
-def _item_error(number: int, item: object, error: BaseException) -> ItemFailed:
-    if isinstance(error, ItemFailed):
-        return error
-    failed = item_failed(number, item, describe_error(error))
+def _failed(row: Row, item: object, error: BaseException) -> ItemFailed:
+    if row.killed:
+        return row.failed(item, row.killed)
+    failed = row.failed(item, describe_error(error))
     failed.__cause__ = error
     return failed
 
@@ -271,3 +298,20 @@ def _check(items: object, errors: str) -> None:
         raise ArgumentError(f"items is {items!r}; give the items themselves, such as a list")
     if errors not in ("raise", "pass"):
         raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # it has no types
+    monitor_interval = 0  # it would start a thread
+
+    def show(self, done: int, skipped: int = 0) -> None:
+        """Show how many items are done, besides those that needed no work."""
+        self.initial = skipped  # not part of the rate
+        self.update(done + skipped - self.n)
+
+
+def _bar(items: Iterable[Any], progress: bool | None) -> _Bar:
+    total = len(items) if isinstance(items, Sized) else None
+    how: dict[str, Any] = {"disable": progress is False}
+    if progress is None and not (sys.stderr and sys.stderr.isatty()):
+        how |= {"bar_format": _LINE, "mininterval": 60, "miniters": 1, "delay": _FIRST_LINE_S}
+    return _Bar(total=total, unit="item", **how)

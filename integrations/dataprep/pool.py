@@ -4,141 +4,72 @@ Guarantee: every task has one outcome, whichever processes end. The item at whic
 done again; the one at which three have ended is given up.
 """
 
-import contextlib
-import functools
 import os
-import pickle
-import reprlib
-import socket
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from shmload.errors import ArgumentError, ItemFailed, JobError
-from shmload.integrations.dataprep.bar import Bar
-from shmload.integrations.dataprep.crossing import Channel, Part, load
-from shmload.integrations.dataprep.launch import ForkServer, Process
-from shmload.integrations.dataprep.prepared import Setup
-from shmload.integrations.dataprep.runner import serve
+from shmload.errors import ArgumentError, JobError
+from shmload.integrations.dataprep.crossing import Memory, Parcel, load
+from shmload.integrations.dataprep.processes import ForkServer, Process, Setup
+from shmload.integrations.dataprep.runner import Entry
 from shmload.integrations.dataprep.shards import Row, Shard
 
-_ATTEMPTS = 3
-"""So many processes may end at an item, or one after the other before they are ready."""
-_STUCK_S = 60
-"""A process that is in the middle of a message for so long counts as ended."""
+_ENDED = (
+    "a process of the job ended before it could work; what it printed says why, or dmesg if the "
+    "kernel ran out of memory"
+)
+_BATCH_ITEMS = 16
 _START_TIMEOUT_S = 3600.0
 _LOOK_S = 1.0
-# Enough of an item to recognize it, such as a path.
-_ITEM = reprlib.Repr()
-_ITEM.maxstring = _ITEM.maxother = 200
 
 
-@dataclass
-class Task:
-    """An item whose result is returned, or the items of a shard."""
+class Task(NamedTuple):
+    """Items whose results are returned, or written as a shard."""
 
-    number: int
     rows: list[Row]
     shard: Shard | None = None
-    item: Any = None
-    """As it was given, if there is one."""
-    endings: dict[int, list[str]] = field(default_factory=dict)
-    """How processes have ended at its items, by number."""
-    killed: dict[int, str] = field(default_factory=dict)
-    """Errors of these items, by number; empty if the item is to be done again."""
-
-    def note_end(self, row: Row, how: str) -> ItemFailed | None:
-        """Note that a process has ended at an item; return an error if that is given up."""
-        endings = self.endings.setdefault(row.number, [])
-        endings.append(how)
-        item = row.key if self.shard else self.item
-        error = None
-        if len(endings) == _ATTEMPTS:
-            hint = ""
-            if "SIGKILL" in endings:
-                hint = "; perhaps the kernel ran out of memory, see dmesg"
-            reason = f"{len(endings)} processes ended at it ({', '.join(endings)}){hint}"
-            error = item_failed(row.number, item, reason, endings)
-        self.killed[row.number] = error.reason if error else ""
-        return error
-
-
-def item_failed(index: int, item: object, reason: str, endings: Sequence[str] = ()) -> ItemFailed:
-    """Return the error of an item; see `ItemFailed`."""
-    text = f"item {index}, {_ITEM.repr(item)}: {reason}"
-    return ItemFailed(text, index=index, item=item, reason=reason, endings=tuple(endings))
 
 
 class Outcome(NamedTuple):
-    """What has become of a task: a value, or an error; and the item that its process was at."""
+    """What has become of an item, or of a shard: a value, or an error."""
 
-    task: Task
-    value: Any
-    error: BaseException | None
     row: Row
+    """The item; of a shard the one at which its process was."""
+    value: Any
+    error: BaseException | None = None
 
 
-class Work(NamedTuple):
-    """What a pool is to do in one run."""
-
-    function: bytes
-    """Of the job, pickled."""
-    take: Callable[[], Task | None]
-    """Returns the next task; None if there is none now, and none at all if no process has one."""
-    bar: Bar
-    lock: int = -1
-    """A descriptor whose lock lasts as long as a process works; -1 for none."""
-
-
-class _Runner:
+class _Runner(Process):
     """A process of the pool, and what it works on."""
 
-    def __init__(
-        self, server: ForkServer, place: int, task: Task, on_wait: Callable[[], None]
-    ) -> None:
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
-        self.channel.limit(_STUCK_S)
+    def __init__(self, server: ForkServer, place: int, task: Task) -> None:
+        super().__init__(server, Entry(server.setup, place))
         self.place = place
         self.task: Task | None = task
-        self.row = task.rows[0]
-        """The item that it is at."""
-        self.begun = 0
-        self.is_ready = False
-        self.since = time.monotonic()
-        self.process = Process(server, serve, (theirs, server.setup, place))
+        self.batch = 1
+        """How many items it gets at once."""
+        self._function = b""
+
+    def post(self, task: Task, function: bytes) -> None:
+        """Send it a task, once it is ready, and the job's function if that is another one."""
+        self.task = task
+        self.memory.clear()
+        is_same = function is self._function
+        if not is_same:
+            self._function, self.batch = function, 1
         try:
-            with theirs:
-                self.process.start(on_wait)
-        except BaseException:
-            ours.close()
-            raise
-
-    def begin(self, work: Work) -> None:
-        """Tell it what to work with, once it is ready."""
-        self._send("begin", work.function, b"lock" if work.lock >= 0 else b"")
-        if work.lock >= 0:
-            with contextlib.suppress(OSError):
-                socket.send_fds(self.channel.socket, [b"L"], [work.lock])
-
-    def post(self, task: Task) -> None:
-        """Send it a task, once it is ready."""
-        self.task, self.row, self.begun, self.since = task, task.rows[0], 0, time.monotonic()
-        self._send("task", pickle.dumps((task.shard, task.rows, task.killed)))
-
-    def _send(self, kind: str, *parts: Part) -> None:
-        try:
-            self.channel.send(kind, *parts)
+            self.connection.send((None if is_same else function, task.shard, task.rows))
         except OSError:  # it takes no more, and may have half a message; its end is seen
-            self.process.kill()
+            self.kill()
 
-    def end(self) -> str:
-        """End it, and say how it has ended."""
-        self.channel.close()
-        return self.process.end()
+    @property
+    def row(self) -> Row:
+        """The item that it is at, or its first."""
+        assert self.task
+        rows, number = self.task.rows, self.memory.notes[0]
+        return next((row for row in rows if row.number == number), rows[0])
 
 
 class Pool:
@@ -156,7 +87,7 @@ class Pool:
         self._server = ForkServer(setup)
         self._runners: list[_Runner] = []
         self._again: deque[Task] = deque()
-        self._failed_starts = 0
+        self._done = 0
         self._is_running = self._is_closed = False
 
     def close(self) -> None:
@@ -166,14 +97,25 @@ class Pool:
             self._end(self._runners)
             self._server.close()
 
-    def run(self, work: Work) -> Generator[Outcome]:
-        """Yield what becomes of each task. No process starts before the first task.
+    def run(
+        self,
+        function: bytes,
+        take: Callable[[int], Task | None],
+        show: Callable[[int], object],
+    ) -> Generator[Outcome]:
+        """Yield what becomes of each item, or of each shard. No process starts before the first.
 
         Closing the iterator, or an error, ends the processes that are at work.
 
+        Args:
+            function: of the job, pickled.
+            take: returns the next task, of at most so many items if it is no shard; None if there
+                is none now, and none at all if no process has one.
+            show: is called with the number of items that are done.
+
         Raises:
             ArgumentError: the job is closed, at another map, or belongs to another process.
-            JobError: the processes keep ending before they can work.
+            JobError: a process ended before it could work.
             Exception: the pipeline cannot be loaded, or not moved to its device.
         """
         if (owner := self._server.setup.owner) != os.getpid():
@@ -182,14 +124,12 @@ class Pool:
             raise ArgumentError("this job is closed; make another one")
         if self._is_running:
             raise ArgumentError("this job is at another map; end that first, or make another job")
-        self._is_running = True
+        self._is_running, self._done = True, 0
         try:
-            for runner in self._runners:
-                runner.begin(work)
-            while self._hand_out(work):
-                for runner, is_readable in self._wait(work.bar):
-                    if outcome := self._news(runner, work, is_readable):
-                        yield outcome
+            while self._hand_out(function, take):
+                yield from self._wait(function)
+                busy = [runner for runner in self._runners if runner.task]
+                show(self._done + sum(max(0, runner.memory.notes[1] - 1) for runner in busy))
         finally:
             self._is_running = False
             self._again.clear()
@@ -197,100 +137,109 @@ class Pool:
 
     def _end(self, runners: list[_Runner]) -> None:
         for runner in runners:
-            runner.process.kill()  # all of them, before the first is waited for
+            runner.kill()  # all of them, before the first is waited for
         for runner in list(runners):
             self._runners.remove(runner)
             runner.end()
 
-    def _hand_out(self, work: Work) -> bool:
+    def _hand_out(self, function: bytes, take: Callable[[int], Task | None]) -> bool:
         """Give tasks to processes that have none; return whether any has one."""
         idle = [runner for runner in self._runners if not runner.task]
         while idle or len(self._runners) < self._count:
-            task = self._again.popleft() if self._again else work.take()
+            task = self._again.popleft() if self._again else take(idle[-1].batch if idle else 1)
             if not task:
                 break
             if idle:
-                idle.pop().post(task)
+                idle.pop().post(task, function)
             else:
                 place = min({*range(self._count)} - {runner.place for runner in self._runners})
-                look = functools.partial(self._look, work.bar, time.monotonic())
-                self._runners.append(_Runner(self._server, place, task, look))
+                self._runners.append(_Runner(self._server, place, task))
         return any(runner.task for runner in self._runners)
 
-    def _look(self, bar: Bar, began: float) -> None:
-        """Look after the fork server, which prepares itself."""
-        bar.look(False)
-        if time.monotonic() - began > _START_TIMEOUT_S:
-            raise JobError(f"the pipeline was not loaded within {_START_TIMEOUT_S:g} s")
-
-    def _wait(self, bar: Bar) -> Iterator[tuple[_Runner, bool]]:
-        """Yield the processes that have news, and whether that is a message."""
+    def _wait(self, function: bytes) -> list[Outcome]:
+        """Wait for news of the processes that have a task; return what has become of items."""
         busy = [runner for runner in self._runners if runner.task]
-        waited = [
-            each for runner in busy for each in (runner.channel.socket, runner.process.sentinel)
-        ]
-        ready = connection.wait(waited, _LOOK_S)
-        bar.look(any(runner.is_ready for runner in busy))
+        ends = [runner.sentinel for runner in busy if runner.pid]
+        ready = connection.wait([*ends, *(runner.connection for runner in busy)], _LOOK_S)
+        outcomes = []
         for runner in busy:
-            limit = self._timeout_s if runner.is_ready else _START_TIMEOUT_S
-            is_late = limit and time.monotonic() - runner.since > limit
-            if runner.channel.socket in ready:
-                yield runner, True
-            elif runner.process.sentinel in ready or is_late:
-                yield runner, False
+            limit_s = self._timeout_s if runner.pid else _START_TIMEOUT_S
+            if runner.connection in ready:
+                outcomes += self._hear(runner, function)
+            elif runner.sentinel in ready:
+                outcomes += self._bury(runner)
+            elif limit_s and runner.memory.notes[2] > limit_s:
+                what = "nothing" if runner.pid else "the pipeline was not loaded"
+                outcomes += self._bury(runner, f"{what} within {limit_s:g} s")
+        return outcomes
 
-    def _news(self, runner: _Runner, work: Work, is_readable: bool) -> Outcome | None:
-        """Take a process's message, or its end; return what has become of its task, if it is over.
+    def _hear(self, runner: _Runner, function: bytes) -> list[Outcome]:
+        """Take a process's message.
 
         Raises:
             JobError, Exception: as `run`.
         """
-        if is_readable:
-            with contextlib.suppress(EOFError, OSError):
-                return self._take(runner, work, *runner.channel.receive())
-        is_late = not is_readable and runner.process.is_alive()
-        self._runners.remove(runner)
-        how = runner.end()
-        if is_late:
-            how = f"nothing within {time.monotonic() - runner.since:.0f} s"
-        task, row = runner.task, runner.row
-        assert task
-        if runner.is_ready:
-            work.bar.add(-max(0, runner.begun - 1))
-            if (error := task.note_end(row, how)) and not task.shard:
-                return Outcome(task, None, error, row)
-        else:
-            self._failed_starts += 1
-            if self._failed_starts == _ATTEMPTS:
-                raise JobError(f"{_ATTEMPTS} processes ended before they could work; {how}")
-        self._again.append(task)
-        return None
-
-    def _take(self, runner: _Runner, work: Work, kind: str, parts: list[Part]) -> Outcome | None:
+        try:
+            kind, parcels, is_quick = runner.connection.recv()
+            if kind == "ready":
+                runner.begin()
+        except (EOFError, OSError):
+            return self._bury(runner)
         task = runner.task
         assert task
-        runner.since = time.monotonic()
-        match kind:
-            case "ready":
-                self._failed_starts = 0
-                runner.is_ready = True
-                runner.begin(work)
-                runner.post(task)
-                return None
-            case "broken":
-                raise load(parts)
-            case "at":
-                work.bar.add(min(runner.begun, 1))
-                runner.begun += 1
-                number = int(bytes(parts[0]))
-                runner.row = next(row for row in task.rows if row.number == number)
-                return None
+        if kind == "broken":
+            raise load(parcels[0], runner.memory)
+        if kind == "ready":
+            runner.post(task, function)
+            return []
+        rows = [runner.row] if task.shard else task.rows[: len(parcels)]
+        rest = [] if task.shard else task.rows[len(parcels) :]
+        if rest:
+            self._again.append(Task(rest))
+            runner.batch = len(rows)
+        elif is_quick:
+            runner.batch = min(2 * runner.batch, _BATCH_ITEMS)
         runner.task = None
-        work.bar.add(len(task.rows) - max(0, runner.begun - 1))
-        try:
-            value = load(parts)
-        except Exception as exc:  # the result's own unpickling
-            return Outcome(task, None, exc, runner.row)
-        if kind == "failed":
-            return Outcome(task, None, value, runner.row)
-        return Outcome(task, value, None, runner.row)
+        self._done += len(task.rows) - len(rest)
+        return [
+            _outcome(row, parcel, runner.memory) for row, parcel in zip(rows, parcels, strict=True)
+        ]
+
+    def _bury(self, runner: _Runner, how: str = "") -> list[Outcome]:
+        """End a process, and have another one do its task; return an item that is given up.
+
+        Args:
+            runner: the process.
+            how: it has ended; empty if it has done so by itself.
+
+        Raises:
+            JobError: as `run`.
+        """
+        task, row = runner.task, runner.row
+        assert task
+        self._runners.remove(runner)
+        ending = runner.end()
+        if not runner.pid:
+            raise JobError(how or _ENDED)
+        others = [each for each in task.rows if each is not row]
+        row = row._replace(endings=(*row.endings, how or ending))
+        if task.shard and not (
+            row.killed and task.shard.raises
+        ):  # first, so that little is lost again
+            self._again.append(Task([row, *others], task.shard))
+            return []
+        if others:
+            self._again.append(Task(others))
+        if row.killed:
+            self._done += 1
+            return [Outcome(row, None, row.failed(row.key, row.killed))]
+        self._again.append(Task([row]))
+        return []
+
+
+def _outcome(row: Row, parcel: Parcel, memory: Memory) -> Outcome:
+    try:
+        value = load(parcel, memory)
+    except Exception as exc:  # the result's own unpickling
+        return Outcome(row, None, exc)
+    return Outcome(row, None, value) if parcel.is_error else Outcome(row, value)

@@ -2,7 +2,7 @@
 
 import os
 
-from shmload.integrations.dataprep.prepared import SETUP, prepare_server
+from shmload.integrations.dataprep.processes import SETUP, prepare_server
 
 if _setup := os.environ.pop(SETUP, None):
     prepare_server(_setup)

@@ -11,23 +11,83 @@ import contextlib
 import os
 import pickle
 import random
-import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from shmload.errors import ArgumentError
-from shmload.integrations.dataprep.crossing import Channel, Part, dump, dump_error, load
-from shmload.integrations.dataprep.prepared import Setup, pipeline_of
-from shmload.integrations.dataprep.shards import perform
+from shmload.integrations.dataprep.crossing import Memory, Parcel, dump, dump_error
+from shmload.integrations.dataprep.processes import Setup, inherited, prepared
+from shmload.integrations.dataprep.shards import Row, write_shard
 
 Function = Callable[[Any, Any], Any]
 """Called with the pipeline and an item."""
 
+_BATCH_S = 0.02
+_BATCH_NBYTES = 1 << 20
 
-class Caller:
-    """Calls a job's function, without gradients and with seeded generators.
+
+class Entry(NamedTuple):
+    """What the standard library's fork server calls in a new process of a job."""
+
+    setup: Setup
+    place: int
+    """Of the process among those of the job, from 0."""
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Work for the job until it is gone."""
+        os.close(parent_sentinel)
+        connection, memory = inherited()
+        pipe, error = prepared(self.setup)
+        try:
+            if error:
+                raise error
+            if torch := sys.modules.get("torch"):
+                torch.set_num_threads(self.setup.threads)
+            if pipe is not None and self.setup.device != "cpu":
+                move(pipe, self.setup.device, self.place)
+        except Exception as exc:  # the outermost loop: the job must learn of any error
+            _tell(connection, "broken", [dump_error(exc)])
+            return 0
+        _tell(connection, "ready")
+        pickled, call = b"", None
+        while True:
+            try:
+                function, shard, rows = connection.recv()
+            except (EOFError, OSError):
+                return 0
+            if function is not None:
+                pickled, call = function, None
+            memory.clear()
+            parcels: list[Parcel] = []
+            is_quick = False
+            try:
+                call = call or _noted(caller(pipe, pickle.loads(pickled), self.setup), memory)
+                if shard:
+                    parcels.append(dump(write_shard(shard, rows, call), memory))
+                else:
+                    is_quick = _compute(rows, call, memory, parcels)
+            except (Exception, SystemExit) as exc:  # the outermost loop around the user's code
+                parcels.append(dump_error(exc))
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                sys.stdout.flush()  # or a kill at the next item would lose what was printed
+            _tell(connection, "done", parcels, is_quick)
+
+
+def _tell(
+    connection: Connection, kind: str, parcels: Sequence[Parcel] = (), is_quick: bool = False
+) -> None:
+    try:
+        connection.send((kind, parcels, is_quick))
+    except OSError:  # the job is gone, and its folder may be another's
+        os._exit(1)
+
+
+def caller(pipe: Any, function: Function, setup: Setup) -> Callable[[Row], Any]:
+    """Return what calls a job's function, without gradients and with seeded generators.
 
     So a result depends on the item and its number alone, not on the process or the order.
 
@@ -36,83 +96,64 @@ class Caller:
         function: of the job.
         setup: of the job.
     """
+    is_on_cpu = setup.device == "cpu"
 
-    def __init__(self, pipe: Any, function: Function, setup: Setup) -> None:
-        self._pipe = pipe
-        self._function = function
-        self._seed = setup.seed
-        self._is_on_cpu = setup.device == "cpu"
-
-    def __call__(self, number: int, item: Any) -> Any:
-        """Return what the function returns for one item."""
-        digest = blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
-        value = int.from_bytes(digest, "big")
-        random.seed(value)
+    def call(row: Row) -> Any:
+        digest = blake2b(f"{setup.seed}/{row.number}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big")
+        random.seed(seed)
         if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(value & 0xFFFFFFFF)
+            numpy.random.seed(seed & 0xFFFFFFFF)
+        item = pickle.loads(row.item)
         torch = sys.modules.get("torch")
         if torch is None:
-            return self._function(self._pipe, item)
+            return function(pipe, item)
         # `torch.manual_seed` takes 0.2 ms, for devices that are not in use.
-        seed = torch.default_generator.manual_seed if self._is_on_cpu else torch.manual_seed
-        seed(value)
+        (torch.default_generator if is_on_cpu else torch).manual_seed(seed)
         with torch.no_grad():
-            return self._function(self._pipe, item)
+            return function(pipe, item)
+
+    return call
 
 
-def serve(end: socket.socket, setup: Setup, place: int) -> None:
-    """Work for a job until it is gone.
+def _noted(call: Callable[[Row], Any], memory: Memory) -> Callable[[Row], Any]:
+    """Return what notes each item that it begins, and returns in this process alone."""
+    this = os.getpid()
+
+    def noted(row: Row) -> Any:
+        memory.note(row.number, memory.notes[1] + 1)
+        try:
+            return call(row)
+        finally:
+            if os.getpid() != this:  # forked by the function, which has returned there too
+                os._exit(0)
+
+    return noted
+
+
+def _compute(
+    rows: list[Row], call: Callable[[Row], Any], memory: Memory, parcels: list[Parcel]
+) -> bool:
+    """Compute some of the first items, at least one; return whether that was quick.
+
+    The others are handed back after `_BATCH_S`, or when the memory has `_BATCH_NBYTES`.
 
     Args:
-        end: of the job's socket.
-        setup: of the job.
-        place: of this process among those of the job, from 0.
+        rows: the items.
+        call: computes one.
+        memory: of this process.
+        parcels: gets their results.
     """
-    channel, this = Channel(end), os.getpid()
-
-    def tell(kind: str, *parts: Part) -> None:
-        if os.getpid() != this:  # forked by the function, which has returned there too
-            os._exit(0)
+    began = time.monotonic()
+    for row in rows:
         try:
-            channel.send(kind, *parts)
-        except OSError:  # the job is gone, and its folder may be another's
-            os._exit(1)
-
-    try:
-        pipe = pipeline_of(setup)
-        if torch := sys.modules.get("torch"):
-            torch.set_num_threads(setup.threads)
-        if pipe is not None and setup.device != "cpu":
-            move(pipe, setup.device, place)
-    except Exception as exc:  # the outermost loop: the job must learn of any error
-        tell("broken", *dump_error(exc))
-        return
-    tell("ready")
-    function: Part = b""
-    call: Caller | None = None
-    locks: list[int] = []
-    while True:
-        try:
-            kind, parts = channel.receive()
-        except (EOFError, OSError):
-            return
-        if kind == "begin":
-            function, call = parts[0], None
-            while locks:
-                os.close(locks.pop())
-            if parts[1]:  # the lock of a folder, which lasts as long as a process works for it
-                locks += socket.recv_fds(channel.socket, 1, 1)[1]
-            continue
-        try:
-            call = call or Caller(pipe, load([function]), setup)
-            shard, rows, killed = pickle.loads(parts[0])
-            value = perform(shard, rows, killed, call, lambda number: tell("at", b"%d" % number))
-            kind, parts = "done", dump(value)
-        except (Exception, SystemExit) as exc:  # the outermost loop around the user's code
-            kind, parts = "failed", dump_error(exc)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
-            sys.stdout.flush()  # or a kill at the next item would lose what was printed
-        tell(kind, *parts)
+            parcels.append(dump(call(row), memory))
+        except (Exception, SystemExit) as exc:
+            parcels.append(dump_error(exc))
+        took_s = time.monotonic() - began
+        if took_s > _BATCH_S or memory.used > _BATCH_NBYTES:
+            return False
+    return took_s < _BATCH_S / 2
 
 
 def move(pipe: Any, device: str, place: int) -> None:

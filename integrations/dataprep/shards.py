@@ -3,21 +3,43 @@
     shard-00000.safetensors  the arrays of its items that have a result
     shard-00000.json         the keys of its items, and the errors of those that failed
 
-Guarantee: a shard counts once its list exists. Both files appear whole, the list last.
+Guarantee: a shard counts once its list exists. Both files appear whole, the list last. The same
+results in the same order give the same bytes, with the same versions of the libraries.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+import reprlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from shmload._host.files import replacing
 from shmload._wording import encodable
-from shmload.errors import JobError, ResultsError
-from shmload.integrations.dataprep.crossing import describe_error, load
-from shmload.integrations.dataprep.formats import FORMATS, Arrays, arrays_of
+from shmload.errors import ItemFailed, JobError, ResultsError
+from shmload.integrations.dataprep.crossing import bytes_of, describe_error
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ATTEMPTS = 3
+"""An item at which so many processes have ended is given up."""
+
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+"""The result of an item: contiguous arrays by name, of dtypes that safetensors has."""
+
+Stored = Sequence[tuple[int, str, Arrays]]
+"""Items that have a result, in their order: number, key and arrays."""
 
 _ERROR_LENGTH = 1000
+# Enough of an item to recognize it, such as a path.
+_ITEM = reprlib.Repr()
+_ITEM.maxstring = _ITEM.maxother = 200
+_DTYPES = {
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+}
 
 
 class Row(NamedTuple):
@@ -27,6 +49,34 @@ class Row(NamedTuple):
     item: bytes
     """Pickled."""
     key: str = ""
+    endings: tuple[str, ...] = ()
+    """How processes have ended at it."""
+
+    @property
+    def killed(self) -> str:
+        """Why the item is given up; empty if it is not."""
+        if len(self.endings) < ATTEMPTS:
+            return ""
+        hint = "; perhaps the kernel ran out of memory, see dmesg"
+        return (
+            f"{len(self.endings)} processes ended at it ({', '.join(self.endings)})"
+            f"{hint if 'SIGKILL' in self.endings else ''}"
+        )
+
+    def failed(self, item: object, reason: str) -> ItemFailed:
+        """Return the error of the item.
+
+        Args:
+            item: the item itself, or its key.
+            reason: why there is no result.
+        """
+        return ItemFailed(
+            f"item {self.number}, {_ITEM.repr(item)}: {reason}",
+            index=self.number,
+            item=item,
+            reason=reason,
+            endings=self.endings,
+        )
 
 
 class Shard(NamedTuple):
@@ -41,19 +91,12 @@ class Shard(NamedTuple):
     """Whether the error of an item ends the shard."""
 
 
-def write_shard(
-    shard: Shard,
-    rows: Collection[Row],
-    killed: Mapping[int, str],
-    call: Callable[[Row], Any],
-) -> dict[str, str]:
+def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -> dict[str, str]:
     """Compute and write a shard; return the errors of its items that failed, by key.
 
     Args:
         shard: where it goes.
-        rows: its items.
-        killed: errors of items at which processes have ended, by number. Those without an error
-            are tried again, first of all, so that little is done again if another process ends.
+        rows: its items, in the order in which they are computed.
         call: computes an item.
 
     Raises:
@@ -62,18 +105,20 @@ def write_shard(
         Exception: what the function raises, if the shard `raises`.
     """
     results: dict[int, Arrays] = {}
-    errors = {number: error for number, error in killed.items() if error}
-    for row in sorted(rows, key=lambda row: row.number not in killed):
-        if row.number in errors:
-            continue
+    errors: dict[int, str] = {}
+    for row in rows:
         try:
-            results[row.number] = arrays_of(call(row))
+            if row.killed:
+                errors[row.number] = row.killed
+            else:
+                results[row.number] = arrays_of(call(row))
         except (Exception, SystemExit) as exc:
             if shard.raises:
                 raise
             errors[row.number] = encodable(describe_error(exc))[:_ERROR_LENGTH]
-    stored = [(row.number, row.key, results[row.number]) for row in rows if row.number in results]
+    rows = sorted(rows)
     failed = {row.key: errors[row.number] for row in rows if row.number in errors}
+    stored = [(row.number, row.key, results[row.number]) for row in rows if row.number in results]
     suffix, _, write = FORMATS[shard.format]
     try:
         write_whole(shard.path + suffix, lambda file: write(file, stored))
@@ -87,31 +132,6 @@ def write_shard(
     return failed
 
 
-def perform(
-    shard: Shard | None,
-    rows: list[Row],
-    killed: Mapping[int, str],
-    function: Callable[[int, Any], Any],
-    at: Callable[[int], None] = lambda number: None,
-) -> Any:
-    """Do a task: return the result of its one row, or write its shard, as `write_shard`.
-
-    Args:
-        shard: where results go; None if the result is to be returned.
-        rows: the items.
-        killed: as for `write_shard`.
-        function: of a number and an item.
-        at: is called with the number of each item of a shard before the item is begun.
-    """
-
-    def call(row: Row) -> Any:
-        if shard:
-            at(row.number)
-        return function(row.number, load([row.item]))
-
-    return write_shard(shard, rows, killed, call) if shard else call(rows[0])
-
-
 def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file whole or not at all; return once it and its name survive a loss of power.
 
@@ -122,9 +142,105 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         with replacing(path, durable=True) as file:
             write(file)
     except OSError as exc:
-        raise ResultsError(
-            f"{path} cannot be written: {exc.strerror or exc}; see to its disk and permissions, "
-            "then run the job again: it does what is missing",
-            folder=str(path),
-            errno=exc.errno,
-        ) from exc
+        raise refused(path, exc) from exc
+
+
+def refused(path: str | Path, error: Exception) -> ResultsError:
+    """Return the error of a file of results that cannot be written or read."""
+    return ResultsError(
+        f"{path} cannot be written or read: {getattr(error, 'strerror', None) or error}; see to "
+        "its disk and permissions, then run the job again: it does what is missing",
+        folder=str(path),
+        errno=getattr(error, "errno", None),
+    )
+
+
+def arrays_of(result: Any) -> Arrays:
+    """Return what a job's function has returned as arrays.
+
+    Args:
+        result: a dict of tensors or numpy arrays by name.
+
+    Raises:
+        TypeError: it is something else, or has a name or dtype that cannot be stored.
+    """
+    if not isinstance(result, Mapping):
+        raise TypeError(
+            f"the function returned a {type(result).__name__}; to be stored, a result must be a "
+            "dict of tensors or arrays by name"
+        )
+    return {name: _array_of(name, result[name]) for name in sorted(result)}
+
+
+def _array_of(name: Any, value: Any) -> Any:
+    import ml_dtypes  # makes numpy know bfloat16 and the float8 kinds
+    import numpy as np
+
+    if not isinstance(name, str) or not name or "/" in name:
+        raise TypeError(f"{name!r} cannot be the name of an array; give text without a slash")
+    dtype = str(getattr(value, "dtype", None)).removeprefix("torch.")
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    if dtype not in _DTYPES or (is_tensor and str(value.layout) != "torch.strided"):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__} of {dtype}; it must be a dense tensor or a "
+            "numpy array of a dtype that safetensors has"
+        )
+    if is_tensor:
+        content = bytes_of(value).view(getattr(ml_dtypes, dtype, dtype))
+        return content.reshape(tuple(value.shape))
+    return np.ascontiguousarray(value).reshape(value.shape)
+
+
+def _write_safetensors(file: BinaryIO, items: Stored) -> None:
+    from safetensors.numpy import save
+
+    named = {f"{key}/{name}": array for _, key, arrays in items for name, array in arrays.items()}
+    file.write(save(named))
+
+
+def _write_parquet(file: BinaryIO, items: Stored) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    # Parquet has neither bfloat16 nor several dimensions, so an array is its bytes.
+    cell = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
+    columns = {name: cell for _, _, arrays in items for name in arrays}
+    if "key" in columns:
+        raise ValueError("no array may be called 'key', which is the column of the keys")
+    rows: list[dict[str, Any]] = []
+    for _, key, arrays in items:
+        rows.append({"key": key})
+        for name, array in arrays.items():
+            given = {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
+            rows[-1][name] = given
+    schema = pa.schema({"key": pa.string()} | dict(sorted(columns.items())))
+    parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="none")
+
+
+def _write_webdataset(file: BinaryIO, items: Stored) -> None:
+    from safetensors.numpy import save
+    from webdataset import TarWriter
+
+    with TarWriter(file, encoder=False, mtime=0, user="", group="") as writer:
+        for number, key, arrays in items:
+            # webdataset ends a sample's own key at its first dot, so that is the number.
+            sample = {"json": json.dumps({"key": key}).encode(), "safetensors": save(dict(arrays))}
+            writer.write({"__key__": f"{number:08}"} | sample)
+
+
+class Format(NamedTuple):
+    """How a shard is written."""
+
+    suffix: str
+    library: str
+    """The module that writes it."""
+    write: Callable[[BinaryIO, Stored], object]
+
+
+FORMATS = {
+    "safetensors": Format(".safetensors", "safetensors", _write_safetensors),
+    "parquet": Format(".parquet", "pyarrow", _write_parquet),
+    "webdataset": Format(".tar", "webdataset", _write_webdataset),
+}
+"""The formats by name."""

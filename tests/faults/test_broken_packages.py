@@ -12,7 +12,7 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.objects import obstore
 from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import Rule
-from shmload.integrations.dataprep.formats import require_format
+from shmload.integrations.dataprep.folder import Folder
 
 _ROOT = Path(__file__).parents[2]
 # What these catch may have many causes; the handler must look which one it is.
@@ -63,7 +63,7 @@ def _dequantise():
 NEEDED = {
     "gguf": _dequantise,
     "obstore": obstore.__wrapped__,
-    "pyarrow": lambda: require_format("parquet"),
+    "pyarrow": lambda: Folder("results", {}, "parquet", 1),
     "ray": lambda: importlib.import_module("shmload.integrations.ray"),
 }
 

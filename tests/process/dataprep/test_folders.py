@@ -235,8 +235,7 @@ def test_wrong_arguments_are_refused(job, folder):
         made.write(squares, range(3), folder, key=lambda item: "same")
 
 
-def test_folder_of_another_job_is_refused_until_it_ends(job, folder, monkeypatch):
-    monkeypatch.setattr("shmload.integrations.dataprep.folder._LOCK_TIMEOUT_S", 0.1)
+def test_folder_of_another_job_is_refused_until_it_ends(job, folder):
     one, other = job(), job()
 
     def items():

@@ -46,7 +46,7 @@ def test_items_may_be_endless_and_are_taken_as_they_are_needed(job):
     found = job().map(same, items)
     assert list(itertools.islice(found, 5)) == [*range(5)]
     found.close()
-    assert len(taken) < 50
+    assert len(taken) < 100
 
 
 def test_results_that_wait_for_an_earlier_one_are_bounded(job, first_time, tmp_path):
@@ -231,7 +231,7 @@ def test_fork_server_that_dies_is_replaced(job):
 def test_job_whose_processes_cannot_start_fails(job, tmp_path, monkeypatch):
     (tmp_path / "ending.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobError, match="the fork server of the job has ended"):
+    with pytest.raises(shmload.JobError, match="ended before it could work"):
         list(job(preload=["ending"]).map(same, [1]))
 
 
@@ -310,7 +310,7 @@ def test_function_may_print_and_fork(job, capfd):
         return item
 
     assert list(job().map(work, [1, 2])) == [1, 2]
-    assert sorted(capfd.readouterr().out.split()) == ["1", "1", "2", "2", *["said"] * 4]
+    assert sorted(capfd.readouterr().out.split()) == ["1", "2", "said", "said"]
 
 
 def test_function_keeps_what_it_keeps_for_itself(job):
@@ -360,12 +360,10 @@ def test_large_items_and_results_pass_each_other(job):
 
 
 def test_progress_is_written_in_lines_without_a_terminal(job, capfd, monkeypatch):
-    monkeypatch.setattr("shmload.integrations.dataprep.bar._FIRST_LINE_S", 0.0)
-    monkeypatch.setattr("shmload.integrations.dataprep.bar._NEXT_LINE_S", 0.0)
+    monkeypatch.setattr("shmload.integrations.dataprep.job._FIRST_LINE_S", 0.0)
     list(job().map(same, range(10)))
     lines = capfd.readouterr().err.splitlines()
-    assert all(line.startswith("shmload: ") for line in lines)
-    assert any("of 10 items (" in line and "items/s" in line for line in lines)
+    assert any("100% 10/10 [" in line for line in lines)
     list(job().map(same, range(10), progress=False))
     assert capfd.readouterr().err == ""
     list(job().map(same, range(10), progress=True))
