@@ -155,7 +155,7 @@ def _leftovers(_: _Needs) -> _Judgement:
     pinned = sum(info.nbytes for info in pinned_outdated())
     if pinned:
         detail = f"{format_nbytes(pinned)} pinned, of files that have changed"
-        return "warn", f"{detail}; {garbage} for `shmload gc`", "shmload unpin NAME; shmload gc"
+        return "warn", detail, "shmload unpin NAME; shmload gc"
     if garbage:
         return "warn", f"{garbage} for `shmload gc` to remove", "shmload gc"
     return "ok", "none", ""

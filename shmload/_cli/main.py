@@ -68,10 +68,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold"}
 @as_json_option
 @click.pass_context
 def doctor(context: click.Context, source: str | None, dtype: object, as_json: bool) -> None:
-    """Check this machine for what makes loads fail or slow: nine checks, with a remedy for each.
+    """Check what makes loads fail or slow here.
 
-    With SOURCE, as for `shmload warm`, room is judged by what that would take. Changes nothing. The
-    exit code is 1 if a check is bad.
+    Nine checks, with a remedy for each. With SOURCE, as for `shmload warm`, room is judged by what
+    that would take. Changes nothing. The exit code is 1 if a check is bad.
     """
     from shmload._doctor import diagnose  # it reads much that no other command needs
 

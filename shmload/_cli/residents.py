@@ -91,10 +91,18 @@ def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> 
 pin_command = _pinning(
     "pin",
     pin,
-    "Never evict models, given as for `shmload rm`, to make room or because they are idle.",
+    """Keep models until they are removed.
+
+    They are given as for `shmload rm`, and never evicted to make room or because they are idle.
+    """,
 )
 unpin_command = _pinning(
-    "unpin", unpin, "Let models, given as for `shmload rm`, be evicted again; they stay resident."
+    "unpin",
+    unpin,
+    """Let pinned models be evicted again.
+
+    They are given as for `shmload rm`, and stay resident.
+    """,
 )
 
 
@@ -103,10 +111,11 @@ unpin_command = _pinning(
 @click.option("--all", "everything", is_flag=True, help="Remove everything of this user.")
 @as_json_option
 def remove_command(patterns: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Remove models by name, by id, or by the path of their files or a directory above.
+    """Remove resident models.
 
-    A part of a name is enough if no other model has it. What a process uses stays, and the exit
-    code is then 1. What another resident model shares stays too.
+    Each is given by its name, its id, or the path of its files or of a directory above. A part of a
+    name is enough if no other model has it. What a process uses stays, and the exit code is then 1.
+    What another resident model shares stays too.
     """
     if everything and patterns:
         raise click.UsageError("--all removes everything: leave out the names, or leave out --all")
@@ -131,7 +140,10 @@ def remove_command(patterns: tuple[str, ...], everything: bool, as_json: bool) -
 @click.argument("source", metavar="shm:NAME", shell_complete=_complete_names)
 @click.argument("directory", type=click.Path(file_okay=False))
 def save_command(source: str, directory: str) -> None:
-    """Write a publication to DIRECTORY as an ordinary checkpoint, by save_pretrained."""
+    """Write a publication as an ordinary checkpoint.
+
+    save_pretrained writes it to DIRECTORY.
+    """
     if not is_publication(source):
         raise click.UsageError(f"{source} is no publication; those of `shmload ls` begin so: shm:")
     from shmload._building.published import load_published
@@ -147,7 +159,10 @@ def save_command(source: str, directory: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed; remove nothing.")
 @as_json_option
 def collect_command(dry_run: bool, as_json: bool) -> None:
-    """Remove unusable segments: leftovers of killed processes, and segments of changed sources."""
+    """Remove what can never be used again.
+
+    That is what killed processes left, and segments whose files have changed or whose time is over.
+    """
     before = segments_by_lock()
     removed = find_garbage() if dry_run else shmload.collect_garbage()
     if as_json:
@@ -168,7 +183,10 @@ def collect_command(dry_run: bool, as_json: bool) -> None:
 @_names_argument()
 @as_json_option
 def verify_command(patterns: tuple[str, ...], as_json: bool) -> None:
-    """Recompute the digests of models, given as for `shmload rm`; of all if none is given."""
+    """Recompute the digests of resident models.
+
+    They are given as for `shmload rm`; all if none is given. The exit code is 1 if one is corrupt.
+    """
     sound: list[SegmentInfo] = []
     corrupt: list[SegmentInfo] = []
     for info, error in verify_each(*patterns):

@@ -72,9 +72,10 @@ def _parse_address(
 def serve_command(
     budget: int | None, list_path: Path | None, metrics: tuple[str, int] | None
 ) -> None:
-    """Keep decoded weights resident within a budget, for all processes of this user.
+    """Keep a budget, and warm a list at the start.
 
-    Runs in the foreground until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
+    The budget is for what stays resident, of all processes of this user. Runs in the foreground
+    until SIGTERM, SIGHUP or Ctrl-C. Resident segments stay.
     """
     lines = read_list(list_path) if list_path else []
     _log_with_times()

@@ -1,5 +1,6 @@
 """The commands to a running service: `shmload status` and `shutdown`."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -23,7 +24,7 @@ _INTERVAL_S = 1.0
 @click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
 @as_json_option
 def status_command(watch: bool, as_json: bool) -> None:
-    """Show the status of the running service, and what is resident.
+    """Show the running service, and what is resident.
 
     The exit code is 1 if no service runs. With --json what is resident is printed even then.
     """
@@ -36,9 +37,11 @@ def status_command(watch: bool, as_json: bool) -> None:
         _watch()
     else:
         print_page(_page(require_service()))
-        while watch:
-            time.sleep(_INTERVAL_S)
-            print_page(_page(require_service()))
+        with contextlib.suppress(KeyboardInterrupt):
+            while watch:
+                time.sleep(_INTERVAL_S)
+                click.echo()
+                print_page(_page(require_service()))
 
 
 def _watch() -> None:
@@ -47,7 +50,10 @@ def _watch() -> None:
     from rich.live import Live
 
     console = Console(highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             try:
                 page = _page(require_service())

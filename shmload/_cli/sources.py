@@ -109,9 +109,10 @@ def _parse_device_map(
 )
 @as_json_option
 def plan_command(source: str, as_json: bool, **options: Any) -> None:
-    """Show what loading SOURCE would do; reads headers only.
+    """Show what loading SOURCE would do.
 
-    With --inventory or --device-map, show on which device each module would be.
+    It reads headers only. With --inventory or --device-map, show on which device each module would
+    be.
     """
     found = shmload.plan(source, **given(options))
     if as_json:
@@ -130,11 +131,11 @@ def plan_command(source: str, as_json: bool, **options: Any) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @as_json_option
 def view_command(source: str, directory: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Make a directory that looks like SOURCE, and whose weights lie in shared memory.
+    """Make a directory of weights in shared memory.
 
-    Any program takes it as a path: `shmload view SOURCE --dtype bfloat16 --dir DIR`, then
-    `python server.py --model DIR`. Its weights are pinned. To end that, remove the directory, and
-    `shmload rm SOURCE`. After a restart, give the command again.
+    It looks like SOURCE. Any program takes it as a path: `shmload view SOURCE --dtype bfloat16
+    --dir DIR`, then `python server.py --model DIR`. Its weights are pinned. To end that, remove the
+    directory, and `shmload rm SOURCE`. After a restart, give the command again.
     """
     progress = False if quiet else None
     made = shmload.view_directory(source, directory, progress=progress, **given(options))

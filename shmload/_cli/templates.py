@@ -18,7 +18,7 @@ from shmload.errors import ShmloadError
 @click.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(arguments: tuple[str, ...]) -> None:
-    """Run a Python program in a copy of a process that has imported the libraries."""
+    """Run a Python program with the libraries imported."""
     run_program(list(arguments))
 
 

@@ -113,10 +113,10 @@ def _arguments_of(words: list[str]) -> list[dict[str, Any]]:
 def warm_command(
     sources: tuple[str, ...], list_path: Path | None, quiet: bool, as_json: bool, **options: Any
 ) -> None:
-    """Decode SOURCES into shared memory, one after the other, and leave them there.
+    """Decode SOURCES, and leave them in shared memory.
 
-    A source is a pipeline's or component's directory, a file of weights, or a hub id. After one
-    that fails the others are warmed; the exit code is then 1.
+    A source is a pipeline's or component's directory, a file of weights, or a hub id. They are
+    warmed one after the other, also after one that fails; the exit code is then 1.
     """
     if not (sources or list_path):
         raise click.UsageError("Missing argument 'SOURCES...': give some, or --list.")

@@ -62,7 +62,7 @@ def test_argument_that_cannot_work_is_wrong_usage(tmp_path, monkeypatch):
     monkeypatch.setenv("SHMLOAD_REMEMBER", "perhaps")
     done = run("doctor")
     assert done.returncode == 2
-    assert "SHMLOAD_REMEMBER is 'perhaps'; it must be true or false" in done.stderr
+    assert "SHMLOAD_REMEMBER is 'perhaps', which it cannot be" in done.stderr
 
 
 def test_interrupt_before_the_first_command_line_is_read_is_one_sentence(tmp_path):
