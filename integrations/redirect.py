@@ -4,8 +4,6 @@ Guarantee: what `from_pretrained` of diffusers and transformers, and `from_singl
 raise is what they would without it.
 """
 
-from collections.abc import Mapping
-from types import ModuleType
 from typing import Literal, Self
 
 from shmload._redirecting.patches import Options, turn_off, turn_on
@@ -15,8 +13,8 @@ from shmload.errors import ArgumentError
 class Redirection:
     """An open redirection; a context that closes it."""
 
-    def __init__(self, options: Options, modules: Mapping[str, ModuleType]) -> None:
-        turn_on(self, options, modules)
+    def __init__(self, options: Options) -> None:
+        turn_on(self, options)
 
     def __enter__(self) -> Self:
         return self
@@ -63,14 +61,4 @@ def redirect(
         raise ArgumentError(f"keep is {keep!r}; it must be True, False or 'converted'")
     if not isinstance(verbose, bool):
         raise ArgumentError(f"verbose is {verbose!r}; it must be True or False")
-    return Redirection(Options(keep, verbose), {})
-
-
-def begin(modules: Mapping[str, ModuleType], *, verbose: bool) -> Redirection:
-    """Open a redirection for a program that has not begun.
-
-    Args:
-        modules: imported ones that are not in `sys.modules` yet.
-        verbose: as for `redirect`.
-    """
-    return Redirection(Options("converted", verbose), modules)
+    return Redirection(Options(keep, verbose))

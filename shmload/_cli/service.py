@@ -13,7 +13,6 @@ from shmload._segments.users import page_locks
 from shmload._service.notice import Status, end_service, require_service, service_status
 from shmload._tables import Page
 from shmload._templates import look
-from shmload._templates.place import PlaceUnsafe
 from shmload._wording import count_of, format_age, format_nbytes
 from shmload.errors import ServiceError
 
@@ -81,11 +80,7 @@ def _page(status: Status) -> Page:
         f"page locks {format_nbytes(each.nbytes)} for devices by process {each.pid}"
         for each in page_locks().processes
     ]
-    lines += [
-        f"template   {each.name}: process {each.pid}, {each.state}, "
-        f"{count_of(each.programs, 'program')}, {format_nbytes(each.memory_nbytes)}"
-        for each in _templates()
-    ]
+    lines += [f"template   {each}" for each in _templates()]
     return Page((*lines, "", *listed.page().blocks))
 
 
@@ -104,7 +99,7 @@ def _print_status(status: Status | None) -> None:
 def _templates() -> list[look.ListedTemplate]:
     try:
         return look.templates()
-    except (OSError, PlaceUnsafe):  # nobody can have one there
+    except OSError:  # nobody can have one there
         return []
 
 

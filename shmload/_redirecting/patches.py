@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -130,20 +130,19 @@ _open: dict[object, Options] = {}
 _patches: dict[type, Patch] = {}
 
 
-def turn_on(key: object, options: Options, modules: Mapping[str, ModuleType]) -> None:
+def turn_on(key: object, options: Options) -> None:
     """Open a redirection; the first one patches.
 
     Args:
         key: names it, for `turn_off`.
         options: how calls are redirected.
-        modules: imported ones that are not in `sys.modules`.
     """
     with _lock:
         _open[key] = options
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
     for name in CLASSES:
-        module = sys.modules.get(name) or modules.get(name)
+        module = sys.modules.get(name)
         if module and getattr(module.__spec__, "_initializing", False):
             module = importlib.import_module(name)  # waits for the thread that imports it
         if module:

@@ -1,13 +1,11 @@
 """The options of `shmload run`, read without the libraries of the command line."""
 
-import contextlib
-import os
 import sys
 
 from shmload._templates.caller import run, run_plainly
 from shmload._templates.identity import flags_of_this_process
 from shmload._templates.messages import Program
-from shmload._templates.variables import REDIRECT
+from shmload._templates.variables import first_environment, with_redirect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,87 +22,59 @@ already. The first run starts that process; later ones save the time of the impo
 
 Options:
   -v, --verbose    Say on standard error if the program is run in the ordinary way, and why.
-  --template NAME  Use a template of this name; the default is "default".
   --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
                    the program and in the Python processes that it starts.
   --help           Show this text.
-  -X, -W, -O, -u and others are options of Python, but for -V, -h and -v: with one of them the
-  program is run in the ordinary way.
+  After these, -X, -W, -O, -u and others are options of Python: with one of them the program is run
+  in the ordinary way.
 """
-_KINDS = {"-m": "module", "-c": "code"}
-_OF_PYTHON = frozenset("bBdEiIOPqRsSux")
+_KINDS = {"-m": "module", "-c": "code", "-": "stdin"}
 
 
 def main(arguments: list[str]) -> "NoReturn":
     """Run the program that the arguments after `shmload run` name."""
-    name, is_verbose, is_redirected = "default", False, REDIRECT in os.environ
-    rest, of_python = list(arguments), []
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", *_KINDS):
-        option = rest.pop(0)
-        if taken := _option_of_python(option, rest):
-            of_python += taken
-        elif option in ("-v", "--verbose"):
-            is_verbose = True
-        elif option == "--redirect":
-            is_redirected = True
-        elif option == "--template" and rest:
-            name = rest.pop(0)
-        elif option.startswith("--template="):
-            name = option.partition("=")[2]
-        elif option == "--help":
-            _show_usage()
-        elif option == "--":
-            break
-        else:
-            _fail(f"no such option: {option!r}")
-    flags = sys.flags
-    if is_redirected and (flags.ignore_environment or flags.isolated or flags.no_site):
-        _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
-    way = ("verbose" if is_verbose else "1") if is_redirected else ""
-    program = _program(rest, way, of_python)
-    if not of_python:
-        run(program, name, is_verbose)
-    if is_verbose:
-        print("shmload run: in the ordinary way: options of Python are given", file=sys.stderr)
-    run_plainly(program)
+    is_verbose = is_redirected = False
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in _KINDS:
+        match rest[0]:
+            case "-v" | "--verbose":
+                is_verbose = True
+            case "--redirect":
+                is_redirected = True
+            case "--help":
+                print(USAGE, end="")
+                sys.exit(0)
+            case "--":
+                del rest[0]
+                break
+            case option if option.startswith("--"):
+                _fail(f"no such option: {option!r}")
+            case _:
+                break
+        del rest[0]
+    environment = first_environment()
+    if is_redirected:
+        flags = sys.flags
+        if flags.ignore_environment or flags.isolated or flags.no_site:
+            _fail("--redirect needs PYTHONPATH, which -E, -I and -S of Python turn off")
+        environment = with_redirect(environment, "verbose" if is_verbose else "1")
+    if rest and rest[0].startswith("-") and rest[0] not in _KINDS:
+        if is_verbose:
+            print("shmload run: in the ordinary way: options of Python are given", file=sys.stderr)
+        run_plainly([*flags_of_this_process(), *rest], environment)
+    run(_program(rest), environment, is_verbose)
 
 
-def _option_of_python(option: str, rest: list[str]) -> list[str]:
-    """Return an option if it is Python's own, with its argument, which is taken of the rest."""
-    if option in ("-X", "-W") and rest:
-        return [option, rest.pop(0)]
-    is_one = option.startswith(("-X", "-W")) and len(option) > 2
-    return [option] if is_one or _OF_PYTHON.issuperset(option[1:]) else []
-
-
-def _program(words: list[str], redirect: str, of_python: list[str]) -> Program:
-    """Return the program that the words after the options name.
-
-    Args:
-        words: these.
-        redirect: see `Program`.
-        of_python: options for Python, besides those of this process.
-    """
+def _program(words: list[str]) -> Program:
+    """Return the program that the words after the options name."""
     if not words:
         _fail("give a SCRIPT, -m MODULE, -c CODE, or - for standard input")
-    kind = _KINDS.get(words[0], "stdin" if words[0] == "-" else "script")
-    if words[0] in _KINDS:
+    kind = _KINDS.get(words[0], "script")
+    if kind in ("module", "code"):
         words = words[1:]
         if not words:
             _fail(f"-{kind[0]} needs an argument")
-    value, *arguments = map(os.fsencode, words)
-    flags = list(map(os.fsencode, [*flags_of_this_process(), *of_python]))
-    return Program(kind, value, arguments, flags, redirect)
-
-
-def _show_usage() -> "NoReturn":
-    try:
-        print(USAGE, end="", flush=True)
-    except OSError as exc:
-        with contextlib.suppress(OSError):  # or Python tries again at its end
-            sys.stdout.close()
-        sys.exit(f"shmload: the output cannot be written: {exc.strerror}")
-    sys.exit(0)
+    return Program(kind, words[0], words[1:], flags_of_this_process())
 
 
 def _fail(reason: str) -> "NoReturn":

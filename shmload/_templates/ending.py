@@ -1,4 +1,4 @@
-"""The end of a program: what it has done by then, and what it leaves undone."""
+"""What a program has done so far, and what it leaves undone at its end."""
 
 import ctypes
 import fcntl
@@ -17,10 +17,11 @@ _F_SETSIG = 10
 _MEASURED = {"LD_PRELOAD", "PYTHONDUMPREFS", "PYTHONINSPECT", "PYTHONMALLOCSTATS"}
 # Done twice if the program were started over, and seen in no count of bytes written.
 _TRACES = frozenset({
-    "fcntl.flock", "fcntl.lockf", "os.chmod", "os.chown", "os.fork", "os.kill", "os.killpg",
-    "os.link", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.setxattr",
-    "os.symlink", "os.system", "os.truncate", "os.utime", "socket.bind", "socket.connect",
-    "socket.sendmsg", "socket.sendto", "sqlite3.connect", "subprocess.Popen", "syslog.syslog",
+    "builtins.input", "fcntl.flock", "fcntl.lockf", "os.chmod", "os.chown", "os.fork", "os.kill",
+    "os.killpg", "os.link", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir",
+    "os.setxattr", "os.symlink", "os.system", "os.truncate", "os.utime", "socket.bind",
+    "socket.connect", "socket.sendmsg", "socket.sendto", "sqlite3.connect", "subprocess.Popen",
+    "syslog.syslog",
 })  # fmt: skip
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # After modules and streams are gone, before the interpreter takes itself apart.
@@ -28,48 +29,19 @@ _LAST = "cpython.PyInterpreterState_Clear"
 
 
 class Traces:
-    """What a program does that would be done twice if it were started over, and its very end.
+    """What this process does from now on that would be done twice if its program started over.
 
     Some only an audit hook sees, which stays for the life of the process. It costs each event the
     look-up of a name in a set, and does nothing else unless the name is found.
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._has_trace = False
         self._code: int | None = None
         self._streams: list[Any] = []
         self._exit = ctypes.PyDLL(None).exit
-
-    def begin(self) -> None:
-        """Begin to see events; there is no way back."""
         self._before = _look()
-        self._add_hook()
-
-    def is_none(self) -> bool:
-        """Tell whether nothing was written, made, removed, started or read since."""
-        kind = os.fstat(0).st_mode
-        may_be_read = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(0)
-        is_alone = len(os.listdir("/proc/self/task")) == 1
-        return not self._has_trace and not may_be_read and is_alone and _look() == self._before
-
-    def end(self, code: int | None) -> None:
-        """See to the very end of this process.
-
-        What destructors of the program's modules print is written: Python does so when it ends the
-        streams, but a library of the template may hold these.
-
-        The last step is left out, which nothing but memory notices: Python frees all strings and
-        types one by one then; in a copy of a template that means to copy thousands of pages.
-        Functions that the program has registered with the C library run.
-
-        Args:
-            code: with which this process ends, if it ends without another error; None to have the
-                last step, too.
-        """
-        self._streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
-        self._code = code
-
-    def _add_hook(self) -> None:
         interesting = _TRACES | {"open", "sys.unraisablehook", _LAST}
 
         # It has everything at hand: at the end there are no globals any more.
@@ -95,6 +67,38 @@ class Traces:
 
         sys.addaudithook(hook)
 
+    def is_none(self) -> bool:
+        """Tell whether nothing was written, made, removed, started or read since."""
+        with suppress(OSError):  # it has closed a standard stream
+            kind = os.fstat(0).st_mode
+            may_be_read = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
+            is_alone = len(os.listdir("/proc/self/task")) == 1
+            return not self._has_trace and not may_be_read and is_alone and _look() == self._before
+        return False
+
+    def leave(self) -> None:
+        """See to the end of the program, as far as it is known before that.
+
+        What destructors of the program's modules print is written: Python does so when it ends the
+        streams, but a library of the template may hold these.
+
+        The last step is left out, which nothing but memory notices: Python frees all strings and
+        types one by one then; in a copy of a template that means to copy thousands of pages.
+        Functions that the program has registered with the C library run.
+        """
+        exc = sys.exc_info()[1]
+        if exc and exc.__traceback__:
+            exc.__traceback__ = exc.__traceback__.tb_next  # the first frame is the template's
+        code = 0 if exc is None else 1
+        if isinstance(exc, SystemExit):
+            code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+        # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so. A child
+        # that the program has forked ends here, too.
+        is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
+        if is_plain and os.getpid() == self._pid and not _MEASURED & os.environ.keys():
+            self._streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+            self._code = code & 0xFF
+
 
 def _look() -> tuple[object, ...]:
     """Return how many bytes were written, the directory, the streams, and how far input is read."""
@@ -103,11 +107,6 @@ def _look() -> tuple[object, ...]:
     streams = [(each.st_dev, each.st_ino) for each in map(os.fstat, range(3))]
     position = os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else 0
     return written, os.getcwd(), streams, position
-
-
-_traces: Traces | None = None
-_program = 0
-"""The program's process; a child of it that was forked ends here, too."""
 
 
 def end_without_destructors() -> None:
@@ -140,23 +139,3 @@ def live_without(channel: wire.Socket) -> None:
     """Undo `die_with`, in any process that has the socket."""
     flags = fcntl.fcntl(channel, fcntl.F_GETFL)
     fcntl.fcntl(channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
-
-
-def begin(traces: Traces) -> None:
-    """Note that this process is a program from now on."""
-    global _traces, _program
-    _traces, _program = traces, os.getpid()
-
-
-def leave() -> None:
-    """See to the end of the program, as far as it is known before that."""
-    exc = sys.exc_info()[1]
-    if exc and exc.__traceback__:
-        exc.__traceback__ = exc.__traceback__.tb_next  # the first frame is the template's
-    code = 0 if exc is None else 1
-    if isinstance(exc, SystemExit):
-        code = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-    # Python ends with SIGINT after KeyboardInterrupt, and asks for commands if told so.
-    is_plain = not isinstance(exc, KeyboardInterrupt) and abs(code) < 1 << 31
-    if _traces and os.getpid() == _program and is_plain and not _MEASURED & os.environ.keys():
-        _traces.end(code & 0xFF)

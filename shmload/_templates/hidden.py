@@ -7,30 +7,27 @@ with what their imports have said and changed.
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import logging
 import os
 import sys
-from _thread import RLock, get_ident
+import weakref
+from _thread import RLock
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from shmload._templates.state import (
-    Changes,
-    Exits,
-    change_state,
-    differences,
-    forget_exits,
-    read_state,
-    register_exits,
-)
+from shmload._templates.state import Changes, change_state, differences, read_state
 from shmload._templates.variables import differences as differences_of
 from shmload._templates.variables import read_on_import, with_settings
 
 StartOver = Callable[[str, list[list[str]]], None]
+_Exits = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
+# The function of Python that imports a module; others look for one only to know of it.
+_IMPORTS = "_find_and_load_unlocked"
 
 
 class Hidden(MetaPathFinder):
@@ -41,7 +38,7 @@ class Hidden(MetaPathFinder):
     """
 
     def __init__(self, known: Collection[str]) -> None:
-        self._known = known
+        self._known = {*known, "__mp_main__"}
         self._before = read_state()
         self.modules: dict[str, ModuleType] = {}
         """The hidden modules, by name."""
@@ -49,13 +46,11 @@ class Hidden(MetaPathFinder):
         """These, and what the imports have brought of the standard library."""
         self._changes: Changes = []
         """What the imports have changed."""
-        self._exits: Exits = []
+        self._exits: _Exits = []
         """What the imports have registered to be called at the end."""
         self.said = b""
         """What the imports have written."""
-        self._loggers: list[logging.Logger] = []
-        self.named: list[str] = []
-        """The modules that the template was told to import."""
+        self._loggers: frozenset[str] = frozenset()
         self._is_given = False
         self._lock = RLock()
         """Held while modules are given: programs import in several threads."""
@@ -82,42 +77,48 @@ class Hidden(MetaPathFinder):
     def _hide(self) -> None:
         self._changes = differences(self._before, read_state())
         change_state(differences(read_state(), self._before))
-        forget_exits(self._take_out_all)
-        register_exits([each for each in self._exits if _is_of_python(_home_of(each[0]))])
-        known = {*self._known, "__mp_main__"}
-        self._all = {name: m for name, m in sys.modules.items() if name not in known}
+        self._forget_exits()
+        self._all = {n: module for n, module in sys.modules.items() if n not in self._known}
         names = [name for name in self._all if not _is_of_python(name)]
         self.modules = {name: sys.modules.pop(name) for name in names}
-        loggers = logging.root.manager.loggerDict.items()
-        self._loggers = [
-            each
-            for name, each in loggers
-            if isinstance(each, logging.Logger) and not _is_of_python(name)
-        ]
+        self._loggers = frozenset(logging.root.manager.loggerDict)
         # Never freed: Python would take all of this apart when the program ends, for nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._all))
 
+    def _forget_exits(self) -> None:
+        """Have nothing called when Python ends but what modules of Python have registered."""
+        atexit._clear()
+        atexit.register(self._take_out_all)  # after all that a program registers
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False
+        # It also tells the finalizers not to run once modules are taken apart.
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+        atexit.register(logging.shutdown)  # imported above, and not in a block of `shown`
+        self._register(True)
+
+    def _register(self, is_of_python: bool) -> None:
+        """Register what imports have: modules of Python, or the libraries."""
+        for function, args, kwargs in self._exits:
+            if _is_of_python(getattr(function, "__module__", None)) == is_of_python:
+                atexit.register(function, *args, **kwargs)
+
     def shadowed_in(self, folder: str) -> str | None:
-        """Return a module of the template that a file in this directory would replace, or None."""
+        """Return a module of the template that a file in this directory would replace, or None.
+
+        A directory without `__init__.py` would not: it ranks behind all entries of the path.
+        """
         try:
             names = {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
         except OSError:
             return None
-        own = {name for name in (*self.modules, *sys.modules) if name not in self._known}
+        own = (sys.modules | self.modules).keys() - self._known
         for name in sorted(names & own):
-            if self._is_another(name, [folder or os.getcwd()]):
+            module = self.modules.get(name) or sys.modules.get(name)
+            origin = getattr(getattr(module, "__spec__", None), "origin", None)
+            found = PathFinder.find_spec(name, [folder or os.getcwd()])
+            if found and found.loader and found.origin != origin:
                 return name
         return None
-
-    def _is_another(self, name: str, path: list[str]) -> bool:
-        """Tell whether these directories have a module of this name that is not the hidden one."""
-        found = PathFinder.find_spec(name, path)
-        module = self.modules.get(name) or sys.modules.get(name)
-        own = getattr(module, "__spec__", None)
-        if found is None or own is None:
-            return found is not None
-        # A directory without `__init__.py` ranks behind all entries of the path, but joins others.
-        return own.origin != found.origin if found.loader else own.origin is None
 
     # In the program -------------------------------------------------------------------------------
 
@@ -143,13 +144,17 @@ class Hidden(MetaPathFinder):
         module = self.modules.get(name)
         if module is None or target is not None:
             return None
-        with self._lock:
-            if self._is_given and sys.modules.get(name) is not module:
-                return None  # the program has removed it, to import it anew
-            spec = _spec_of(name, module, _Given(self, module))
-            if self._is_given:  # meanwhile, by another thread: the import goes by the module's own
+        own = getattr(module, "__spec__", None)
+        spec = copy.copy(own) if own else ModuleSpec(name, None)
+        spec.name, spec.loader = name, _Given(self, module, own)
+        if sys._getframe(2).f_code.co_name == _IMPORTS:
+            with self._lock:
+                self.give()
+                if sys.modules.get(name) is not module:
+                    return None  # the program has removed it, to import it anew
+                # The import goes by the spec of the module that it now finds there.
                 module.__spec__ = spec
-            return spec
+        return spec
 
     def give(self) -> None:
         """Give all modules to the program; nothing the second time."""
@@ -158,14 +163,11 @@ class Hidden(MetaPathFinder):
                 return
             self._check()
             self._is_given = True
-            given = {name: m for name, m in self.modules.items() if name not in sys.modules}
-            self._lead_imports()
-            sys.modules.update(given)
-            self._lead_imports()  # those that have begun meanwhile
+            sys.modules.update({n: m for n, m in self.modules.items() if n not in sys.modules})
             change_state(self._changes)
-            register_exits([e for e in self._exits if not _is_of_python(_home_of(e[0]))])
-            for logger in self._loggers:  # a program disables those that there are
-                logger.disabled = False
+            self._register(False)
+            for name in self._loggers:  # a program disables those that there are
+                vars(logging.root.manager.loggerDict[name])["disabled"] = False
             if self.said and sys.stderr:
                 sys.stderr.write(self.said.decode(errors="replace"))
 
@@ -182,21 +184,6 @@ class Hidden(MetaPathFinder):
         for folder in [entry for entry in sys.path if entry not in self._path]:
             if name_ := self.shadowed_in(folder):
                 self._start_over(f"the program has put another {name_} on its path", settings)
-
-    def _lead_imports(self) -> None:
-        """Have imports of the modules that are under way in other threads end here.
-
-        Such an import goes by the spec of the module that it finds in `sys.modules`, and would run
-        the module a second time by the module's own.
-        """
-        locks = vars(sys.modules["_frozen_importlib"])["_module_locks"]
-        for name in self.modules.keys() & locks.keys():
-            lock = locks.get(name, lambda: None)()
-            module = self.modules[name]
-            own = getattr(module, "__spec__", None)
-            is_elsewhere = lock is not None and lock.owner not in (None, get_ident())
-            if is_elsewhere and not isinstance(getattr(own, "loader", None), _Given):
-                module.__spec__ = _spec_of(name, module, _Given(self, module))
 
     def _take_out_all(self) -> None:
         """Keep Python from taking the template's modules apart when a program ends.
@@ -216,11 +203,11 @@ class _Given(Loader):
     Args:
         hidden: has the modules.
         module: the one that is imported.
+        spec: its own.
     """
 
-    def __init__(self, hidden: Hidden, module: ModuleType) -> None:
-        self._hidden, self._module = hidden, module
-        self._spec = getattr(module, "__spec__", None)
+    def __init__(self, hidden: Hidden, module: ModuleType, spec: ModuleSpec | None) -> None:
+        self._hidden, self._module, self._spec = hidden, module, spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the hidden module."""
@@ -235,21 +222,6 @@ class _Given(Loader):
         return getattr(vars(self)["_spec"].loader, name)
 
 
-def _spec_of(name: str, module: ModuleType, loader: _Given) -> ModuleSpec:
-    """Return the spec of a hidden module, as `importlib.util.find_spec` would have found it."""
-    own = getattr(module, "__spec__", None)
-    spec = ModuleSpec(name, loader)
-    if own is not None:
-        spec.origin, spec.cached, spec.has_location = own.origin, own.cached, own.has_location
-        spec.submodule_search_locations = own.submodule_search_locations
-    return spec
-
-
 def _is_of_python(name: str | None) -> bool:
     """Tell whether a module is of the standard library."""
     return (name or "").partition(".")[0] in sys.stdlib_module_names
-
-
-def _home_of(function: Any) -> str | None:
-    """Return the module of a function; None for some of C."""
-    return getattr(function, "__module__", None)

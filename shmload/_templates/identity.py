@@ -25,59 +25,27 @@ _NUMBERS = ("NoNewPrivs", "Seccomp", "Seccomp_filters")
 _LIMITS = sorted({getattr(resource, name) for name in vars(resource) if name.startswith("RLIMIT_")})
 
 
-def key_of(name: str, environment: dict[str, str]) -> str:
-    """Return the key of the template of a name for this process's programs.
+def key_of(environment: dict[str, str]) -> str:
+    """Return the key of the template for this process's programs.
 
     Args:
-        name: of the template, as the user gave it.
         environment: the variables that imports shall find.
     """
     session, terminal = session_and_terminal()
+    entries = sys.path if sys.flags.safe_path else sys.path[1:]
+    is_unbuffered = getattr(sys.stdout, "write_through", None)  # no flag says so
     facts = (
-        (__version__, VERSION, name),
-        _interpreter(),
+        (__version__, VERSION),
+        (sys.executable, sys.prefix, sys.version, entries),
+        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, is_unbuffered),
         sorted(read_on_import(environment).items()),
         (sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.nice(0)),
         list(map(resource.getrlimit, _LIMITS)),
-        [said_of("self", what) for what in ("cgroup", "oom_score_adj", "personality")],
-        _memory_policy(),
+        [said_of("self", what) for what in ("cgroup", "oom_score_adj")],
         rights_of(),
         session if terminal else None,
     )
     return place.key_of(repr(facts))
-
-
-def _interpreter() -> tuple[object, ...]:
-    """Return what this interpreter is, with its flags and packages."""
-    entries = sys.path if sys.flags.safe_path else sys.path[1:]
-    is_unbuffered = getattr(sys.stdout, "write_through", None)  # no flag says so
-    return (
-        (sys.executable, sys.prefix, sys.version),
-        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, is_unbuffered),
-        [(entry, _installed(entry)) for entry in entries],
-    )
-
-
-def _installed(folder: str) -> int | None:
-    """Return when packages were last installed in a directory of them; None for another one.
-
-    A template looks by itself whether the files that it has imported are unchanged.
-    """
-    if not folder.endswith(("site-packages", "dist-packages")):
-        return None
-    try:
-        return os.stat(folder).st_mtime_ns
-    except OSError:
-        return None
-
-
-def _memory_policy() -> "str | None":
-    """Return the policy of what has none of its own; numa_maps(5) shows it for each range."""
-    try:
-        with open("/proc/self/numa_maps", "rb", buffering=0) as file:
-            return file.read(1 << 12).split()[1].decode("latin-1")
-    except (OSError, IndexError):
-        return None
 
 
 def flags_of_this_process() -> list[str]:

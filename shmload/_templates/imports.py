@@ -1,10 +1,11 @@
-"""The imports of a template: the libraries, what the user names, and what loads have kept.
+"""The imports of a template: the libraries, or what the user names, and what loads have kept.
 
 A recall makes objects of the libraries' classes, and imports their modules first. A new Python, or
 a template that has imported the libraries alone, needs a second for Stable Diffusion's.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -13,45 +14,56 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shmload._templates import place
+from shmload._host.shm import SHM_DIR
 from shmload._templates.freshness import Freshness
 from shmload._templates.hidden import Hidden
-from shmload._templates.start import MODULES
 
 LOOK_S = 5.0
 """How often a template looks whether loads have kept more."""
 # An import that has not ended by then never will; SIGALRM ends the process.
 _TIMEOUT_S = 600
 _THREADS_TIMEOUT_S = 2.0
-_STORED, _SHM = "shmload._building.stored", "shmload._host.shm"
+_NAMED = "SHMLOAD_RUN_IMPORTS"
+_LIBRARIES = "torch,diffusers,transformers"
+_STORED = "shmload._building.stored"
+# A program that loads pipelines needs these next.
+_OWN = ("shmload.integrations.diffusers", _STORED)
 # A module of another package is imported by the program that needs it.
-_LIBRARIES = {name.partition(".")[0] for name in MODULES}
+_PACKAGES = {*_LIBRARIES.split(","), "shmload"}
 
 
 class Unfit(Exception):
     """This process cannot be a template; str says why."""
 
 
+def wanted_modules() -> list[str]:
+    """Return the names of the modules that this process's variables ask for."""
+    named = (os.environ.get(_NAMED) or _LIBRARIES).replace(",", " ").split()
+    return [*named, *(_OWN if "diffusers" in named else ())]
+
+
 class Imports:
     """Imports modules, which are hidden afterwards.
 
     Args:
-        key: of the template, for the note with what they write.
         hidden: hides them.
     """
 
-    def __init__(self, key: str, hidden: Hidden) -> None:
-        self._key = key
+    def __init__(self, hidden: Hidden) -> None:
         self._hidden = hidden
+        self._freshness = Freshness()
         self.descriptors: set[int] = set()
         """What the modules have opened."""
-        self.left_out: list[str] = []
-        """The modules that were named and cannot be imported, each with the reason."""
+        self._tried: set[str] = set()
         self._changed_ns = -1
         self._looked = 0.0
 
-    def make(self, wanted: Sequence[str]) -> Freshness:
-        """Import modules; return how the files of all are now.
+    def make(self, wanted: Sequence[str], *, may_fail: bool = False) -> None:
+        """Import modules, and remember how the files of all are now.
+
+        Args:
+            wanted: their names.
+            may_fail: leave out those that cannot be imported.
 
         Raises:
             Unfit: this process cannot be a template any more.
@@ -60,49 +72,46 @@ class Imports:
         signal.alarm(_TIMEOUT_S)
         before = _descriptors()
         with self._hidden.shown():
-            path = f"{place.socket_of(self._key)}.said"  # a process that crashes leaves it
-            said = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with _output_to(said):
-                for name in wanted:
-                    self._import(name)
-            self._hidden.said += os.pread(said, os.fstat(said).st_size, 0)
-            os.close(said)
+            for name in wanted:
+                with contextlib.suppress(*([Exception] if may_fail else [])):
+                    importlib.import_module(name)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._hidden.said = os.pread(1, os.fstat(1).st_size, 0)
             _require_fitness()
-            freshness = Freshness()
-        self.descriptors |= _descriptors() - before - freshness.descriptors
-        place.remove_note(self._key, "said")
+            self._freshness.begin()
+        self.descriptors |= _descriptors() - before
+        gc.collect()
+        gc.freeze()
         signal.alarm(0)
-        return freshness
 
-    def _import(self, name: str) -> None:
-        try:
-            importlib.import_module(name)
-        except Exception as exc:  # a module may raise anything
-            if name in MODULES:
-                raise
-            self.left_out.append(f"{name}: {type(exc).__name__}: {exc}")
+    def are_stale(self) -> bool:
+        """Tell whether a new Python would import something else."""
+        return self._freshness.is_lost()
 
-    def kept(self) -> list[str]:
-        """Return the modules of what loads have kept that are not imported yet.
+    def make_kept(self) -> None:
+        """Import what loads have kept, if there is more of that than before.
 
         It looks at most every `LOOK_S`, and only if something was made or removed since.
+
+        Raises:
+            Unfit: see `make`.
         """
-        stored: Any = self._hidden.modules.get(_STORED)
         now = time.monotonic()
-        if stored is None or now - self._looked < LOOK_S:
-            return []
+        if now - self._looked < LOOK_S:
+            return
         self._looked = now
-        shm: Any = self._hidden.modules[_SHM]
-        changed_ns = os.stat(shm.SHM_DIR).st_mtime_ns
+        changed_ns = os.stat(SHM_DIR).st_mtime_ns
         if changed_ns == self._changed_ns:
-            return []
+            return
         self._changed_ns = changed_ns
+        found: set[str] = set()
         with self._hidden.shown(), contextlib.suppress(Exception):  # of another shmload, say
-            found = stored.modules_kept()
-            return sorted(
-                n for n in found - sys.modules.keys() if n.partition(".")[0] in _LIBRARIES
-            )
-        return []
+            stored: Any = sys.modules[_STORED]
+            found = stored.modules_kept() - sys.modules.keys() - self._tried
+        self._tried |= found
+        if wanted := sorted(name for name in found if name.partition(".")[0] in _PACKAGES):
+            self.make(wanted, may_fail=True)
 
 
 def _require_fitness() -> None:
@@ -127,24 +136,7 @@ def _require_fitness() -> None:
         time.sleep(0.001)
 
 
-@contextlib.contextmanager
-def _output_to(file: int) -> Any:
-    """Have a file take what is written to the standard streams in a block."""
-    saved = [os.dup(fd) for fd in (1, 2)]
-    for fd in (1, 2):
-        os.dup2(file, fd)
-    try:
-        yield
-    finally:
-        for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
-            stream.flush()
-            os.dup2(saved[fd - 1], fd)
-            os.close(saved[fd - 1])
-
-
 def _descriptors() -> set[int]:
-    return {
-        int(name)
-        for name in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{name}")
-    }
+    """Return the open descriptors of this process."""
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {fd for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}

@@ -1,7 +1,6 @@
 """Templates as another process sees them: which there are, how one is started and ended."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -9,9 +8,10 @@ from dataclasses import dataclass
 
 from shmload._host.procfs import rollup_nbytes
 from shmload._templates import place
-from shmload._templates.identity import has_ended, is_stopped, key_of, said_of
+from shmload._templates.identity import is_stopped, key_of, said_of
 from shmload._templates.start import start_template
 from shmload._templates.variables import first_environment
+from shmload._wording import count_of, format_nbytes
 
 _START_TIMEOUT_S = 120.0
 # The socket appears when a template is ready; nothing tells of that.
@@ -24,50 +24,48 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ListedTemplate:
-    """A template that runs.
+    """A template that takes programs, or will.
 
     Fields:
-        name: as it was given.
         pid: its process id.
-        state: `ready`, or `draining`: it takes no more programs, and ends with its last one; or
-            `stopped` by a signal.
+        state: `starting`, `ready`, or `stopped` by a signal.
         programs: how many run.
         memory_nbytes: its share of memory (PSS), in bytes.
-        left_out: the modules that it was to import and cannot, each with the reason.
         socket: the path of its socket.
     """
 
-    name: str
     pid: int
     state: str
     programs: int
     memory_nbytes: int
-    left_out: list[str]
     socket: str
+
+    def __str__(self) -> str:
+        programs, memory = count_of(self.programs, "program"), format_nbytes(self.memory_nbytes)
+        remedy = f" (`kill -CONT {self.pid}`)" if self.state == "stopped" else ""
+        return f"process {self.pid}, {self.state}{remedy}, {programs}, {memory}"
 
 
 def templates() -> list[ListedTemplate]:
     """Return the templates of this user.
 
     Raises:
-        place.PlaceUnsafe: their directory is not this user's alone.
+        OSError: their directory is not this user's alone.
     """
     found = []
-    for entry in sorted(os.scandir(place.folder()), key=lambda each: each.name):
-        if entry.name.endswith(".json"):
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                with open(entry.path, encoding="utf-8") as file:
-                    said = json.load(file)
-                pid, socket = int(said["pid"]), str(said["socket"])
-                if socket not in (said_of(pid, "cmdline") or ""):  # it was killed
-                    os.unlink(entry.path)
-                    continue
-                said["state"] = "stopped" if is_stopped(pid) else said["state"]
+    for name in sorted(os.listdir(place.folder())):
+        key, _, end = name.partition(".")
+        path = place.socket_of(key)
+        # It is read while it is written, or the process has ended since.
+        with contextlib.suppress(OSError, ValueError):
+            if end == "lock" and place.is_taken(key):
+                with open(f"{path}.lock", encoding="ascii") as file:
+                    pid = int(file.read())
+                state = "ready" if os.path.exists(path) else "starting"
+                state = "stopped" if is_stopped(pid) else state
                 children = said_of(pid, f"task/{pid}/children") or ""
                 memory = rollup_nbytes(pid, "Pss:")
-                found.append(
-                    ListedTemplate(**said, programs=len(children.split()), memory_nbytes=memory)
-                )
+                found.append(ListedTemplate(pid, state, len(children.split()), memory, path))
     return found
 
 
@@ -80,37 +78,26 @@ def end(template: ListedTemplate) -> None:
         os.kill(template.pid, signal.SIGTERM)
 
 
-def start_and_wait(name: str, modules: tuple[str, ...] = ()) -> tuple[ListedTemplate, bool]:
+def start_and_wait() -> ListedTemplate:
     """Start a template that this process's programs use, unless one runs, and wait for it.
-
-    Args:
-        name: of the template.
-        modules: see `start_template`.
-
-    Returns:
-        The template, and whether it ran before.
 
     Raises:
         NotStarted: it cannot be.
         OSError: likewise.
-        place.PlaceUnsafe: see `place`.
     """
-    key = key_of(name, first_environment())
+    given = first_environment()
+    key = key_of(given)
+    if not place.is_taken(key):
+        start_template(given)
     path = place.socket_of(key)
-    pidfd = -1 if place.is_taken(key) else os.pidfd_open(start_template(name, modules))
     deadline = time.monotonic() + _START_TIMEOUT_S
-    try:
-        while time.monotonic() < deadline:
-            is_over = pidfd >= 0 and has_ended(pidfd) and not place.is_taken(key)
-            for found in templates():
-                if found.socket == path and found.state != "draining":
-                    if found.state == "stopped":
-                        raise NotStarted(f"it is stopped; `kill -CONT {found.pid}`")
-                    return found, pidfd < 0
-            if is_over:
-                raise NotStarted(place.read_failure(key) or "it has ended")
-            time.sleep(_LOOK_AGAIN_S)
-    finally:
-        if pidfd >= 0:
-            os.close(pidfd)
+    while time.monotonic() < deadline:
+        for found in templates():
+            if found.socket == path and found.state == "stopped":
+                raise NotStarted(str(found))
+            if found.socket == path and found.state == "ready":
+                return found
+        if reason := place.read_failure(key):
+            raise NotStarted(reason)
+        time.sleep(_LOOK_AGAIN_S)
     raise NotStarted(f"it does not serve after {_START_TIMEOUT_S:g} s")

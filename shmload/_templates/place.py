@@ -1,4 +1,4 @@
-"""Where templates are met: a directory of this user, with a socket and notes of each template.
+"""Where templates are met: a directory of this user, with socket, lock and notes of each template.
 
 Guarantee: the directory belongs to this user, is closed to others, and no other user can exchange
 it; or nothing in it is used.
@@ -15,21 +15,13 @@ _MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0
 
 
-class PlaceUnsafe(Exception):
-    """The directory is not, or cannot be made, this user's alone."""
-
-
 def folder() -> str:
     """Return the directory of this user's templates; make it if it does not exist.
 
     Raises:
-        PlaceUnsafe: another user can write there or exchange it, or it cannot be made.
+        OSError: another user can write there or exchange it, or it cannot be made.
     """
-    path = f"{runtime_folder()}/templates"
-    try:
-        return private_path(path)
-    except OSError as exc:
-        raise PlaceUnsafe(f"{path} cannot be used: {exc}") from exc
+    return private_path(f"{runtime_folder()}/templates")
 
 
 def key_of(facts: str) -> str:
@@ -42,16 +34,16 @@ def socket_of(key: str) -> str:
     """Return the path of a template's socket.
 
     Raises:
-        PlaceUnsafe: see `folder`; or the path is too long for a socket.
+        OSError: see `folder`; or the path is too long for a socket.
     """
     path = f"{folder()}/{key}"
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise PlaceUnsafe(f"{path} is too long for a socket")
+        raise OSError(f"{path} is too long for a socket")
     return path
 
 
 def take_lock(key: str) -> int | None:
-    """Take the right to be the template of this key; None if another process has it.
+    """Take the right to be the template of this key, and say who has it; None if another has.
 
     Returns:
         A descriptor, which holds it until it is closed, also in copies of this process.
@@ -67,6 +59,8 @@ def take_lock(key: str) -> int | None:
         if isinstance(exc, BlockingIOError):
             return None
         raise
+    os.ftruncate(fd, 0)
+    os.write(fd, b"%d" % os.getpid())
     return fd
 
 
@@ -86,7 +80,7 @@ def read_failure(key: str) -> str:
     """Return why there can be no template; empty if that is not known, or a while ago."""
     try:
         age = time.time() - os.stat(f"{socket_of(key)}.failed").st_mtime
-    except (OSError, PlaceUnsafe):
+    except OSError:
         return ""
     return (read_note(key, "failed") or "") if age < _FAILURE_S and not is_taken(key) else ""
 
@@ -108,7 +102,7 @@ def read_note(key: str, name: str) -> str | None:
     try:
         with open(f"{socket_of(key)}.{name}", encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
-    except (OSError, PlaceUnsafe):
+    except OSError:
         return None
 
 
@@ -116,5 +110,5 @@ def remove_note(key: str, name: str) -> None:
     """Remove a note, if there is one."""
     try:
         os.unlink(f"{socket_of(key)}.{name}")
-    except (OSError, PlaceUnsafe):
+    except OSError:
         return

@@ -33,11 +33,6 @@ def renew_seeds(modules: Mapping[str, ModuleType]) -> None:
 
 def renew_places() -> None:
     """Forget directories and times of the template."""
-    zone = os.environ.get("TZ")
-    if zone:  # its file may have changed; the C library reads it again only for another name
-        os.putenv("TZ", "UTC0")
-        time.tzset()
-        os.putenv("TZ", zone)
     time.tzset()
     tempfile.tempdir = None
     vars(logging)["_startTime"] = time.time()

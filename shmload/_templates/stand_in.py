@@ -8,7 +8,6 @@ import select
 
 from shmload._templates import messages, wire
 from shmload._templates.identity import is_stopped
-from shmload._templates.messages import Ended, Stopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,16 +102,13 @@ class StandIn:
 
     def _listen(self) -> bool:
         """Take one message; tell whether more may come."""
-        try:
-            found = messages.receive(self._channel, Stopped, Ended)
-        except ValueError:
-            return True  # the program can write what it likes there; the template tells of its end
-        match found:
-            case [Stopped(), _]:
+        said = wire.receive(self._channel)
+        match said.split():
+            case [messages.STOPPED]:
                 os.kill(os.getpid(), signal.SIGSTOP)  # the template continues it
-            case [Ended() as ended, _]:
-                _end_as(ended.status)
-        return found is not None
+            case [b"ended", status] if status.isdigit():
+                _end_as(int(status))
+        return bool(said)  # the program can write there what it likes
 
 
 def _end_as(status: int) -> "NoReturn":

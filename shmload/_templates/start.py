@@ -3,37 +3,26 @@
 import os
 import sys
 
-from shmload._templates import place, wire
-from shmload._templates.identity import flags_of_this_process, key_of, session_and_terminal
-from shmload._templates.variables import first_environment, read_on_import
+from shmload._templates import place
+from shmload._templates.identity import flags_of_this_process, key_of
+from shmload._templates.variables import read_on_import
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-MODULES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "shmload.integrations.diffusers",
-    "shmload._building.stored",
-    "shmload.integrations.redirect",
-    "shmload._redirecting.calls",
-)
-"""The libraries: what a template imports."""
-_NAMED = "SHMLOAD_RUN_IMPORTS"
-
+_SIGCHLD = 17  # the module signal takes long to import
 # The program of a template, whose frame is the lowest of every program: it raises again without a
-# place of its own in the traceback.
+# place of its own in the traceback. It is no child of the caller: that may become a program, which
+# would find a child that it has not started.
 _PROGRAM = """
-import sys
+import posix, sys
 known = frozenset(sys.modules)
+posix.closerange(3, 1 << 20)
+if posix.fork():
+    posix._exit(0)
 if not sys.flags.safe_path:
     sys.path[0] = sys.prefix
 from shmload._templates.template import serve
-from shmload._templates.ending import leave
+run, leave = serve(known)
 try:
-    serve(known)()
+    run()
 except BaseException:
     leave()
     raise
@@ -41,62 +30,27 @@ leave()
 """
 
 
-def start_template(
-    name: str, modules: "Sequence[str]" = (), variables: "dict[str, str] | None" = None
-) -> int:
-    """Start a template that goes on when this process ends; do not wait for it.
+def start_template(environment: dict[str, str]) -> None:
+    """Start a template that goes on when this process ends; do not wait until it serves.
 
     Args:
-        name: of the template.
-        modules: what it imports; none for `MODULES`. It also imports what a variable names.
-        variables: those that a program has once it has set its own; None for this process's first
-            ones. The template gets those that imports read.
-
-    Returns:
-        Its process id.
+        environment: the variables of its programs. It gets those that imports read.
 
     Raises:
         OSError: it cannot be started.
-        PlaceUnsafe: see `place`.
     """
-    given = variables or first_environment()
-    key = key_of(name, given)
-    named = os.environ.get(_NAMED, "").replace(",", " ").split()
-    wanted = dict.fromkeys((*(modules or MODULES), *named))
-    said = [place.socket_of(key), name, *wanted]
-    command = [sys.executable, *flags_of_this_process(), "-c", _PROGRAM, *said]
+    key = key_of(environment)
+    command = [sys.executable, *flags_of_this_process(), "-c", _PROGRAM, place.socket_of(key)]
     # It serves other programs too: they are to know nothing of this process.
-    environment = read_on_import(given) | {n: given[n] for n in ("PATH",) if n in given}
+    given = read_on_import(environment) | {n: environment[n] for n in ("PATH",) if n in environment}
     place.remove_note(key, "failed")
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _leave_caller(writing)
-            started = os.fork()
-            if started == 0:
-                os.execve(sys.executable, command, environment)
-            os.write(writing, b"%d" % started)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(pid, 0)
-    with open(reading, "rb") as file:
-        answer = file.read()
-    if not answer:
+    null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+    pid = os.posix_spawn(
+        sys.executable, command, given, file_actions=null, setsigmask=(), setsigdef=(_SIGCHLD,)
+    )
+    try:
+        status = os.waitpid(pid, 0)[1]
+    except ChildProcessError:  # this process ignores SIGCHLD
+        status = 0
+    if status:
         raise BlockingIOError(0, "no process or no memory is left for it")
-    return int(answer)
-
-
-def _leave_caller(kept: int) -> None:
-    """Give up the caller's group, streams, descriptors and directory; keep one descriptor."""
-    if session_and_terminal()[1]:
-        os.setpgid(0, 0)  # in its session, so that programs can join groups there
-    else:
-        os.setsid()
-    os.chdir("/")
-    os.umask(0o077)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd, inheritable=True)
-    wire.close_others([kept], first=3)

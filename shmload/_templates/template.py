@@ -16,21 +16,19 @@ import contextlib
 import ctypes
 import errno
 import gc
-import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from _socket import SOL_SOCKET
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 from shmload._templates import ending, identity, messages, place, wire
 from shmload._templates.hidden import Hidden
-from shmload._templates.imports import LOOK_S, Imports, Unfit
-from shmload._templates.messages import Ended, Message, Refused, Stopped
-from shmload._templates.program import become
+from shmload._templates.imports import LOOK_S, Imports, Unfit, wanted_modules
+from shmload._templates.program import Birth, become
 from shmload._templates.variables import first_environment
 
 _IDLE_S = 1800.0
@@ -38,6 +36,8 @@ _IDLE_S = 1800.0
 _LONELY_S = 10.0
 # With no descriptor left, connections wait until a program has ended: looked at this often.
 _PAUSE_S = 0.2
+# Another process may hold the lock for a moment, to see whether it is held.
+_LOCK_TRIES = 10
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
 # Linux 6.5; not in the module socket.
@@ -47,31 +47,29 @@ _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
 
 
-def serve(known: Collection[str]) -> Callable[[], Any]:
-    """Be a template; return only in copies, with what runs their program.
+def serve(known: Collection[str]) -> Birth:
+    """Be a template; return only in copies, with what runs their program and sees to its end.
 
     Args:
         known: names of the modules that there were before anything was imported.
     """
-    socket, name, *wanted = sys.argv[1:]
-    key = os.path.basename(socket)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    environment = first_environment()
-    own_key = identity.key_of(name, environment)
+    key = os.path.basename(sys.argv[1])
+    _leave_caller()
+    own_key = identity.key_of(first_environment())
     del sys.path[: 0 if sys.flags.safe_path else 1]
-    lock = place.take_lock(key)
-    if lock is None:
+    for _ in range(_LOCK_TRIES):
+        if (lock := place.take_lock(key)) is not None:
+            break
+        time.sleep(0.01)
+    else:
         os._exit(0)  # another one starts at the same time
     place.write_note(key, "failed", "the template has ended while it imported the libraries")
     pid = os.getpid()
     try:
         if own_key != key:
             raise Unfit("what it was to have in common with its callers has changed since")
-        if keyctl := _KEYCTL.get(os.uname().machine):
-            ctypes.CDLL(None).syscall(keyctl, _JOIN_SESSION_KEYRING, None)
-        template = Template(name, key, lock, known, environment)
-        template.begin(wanted)
+        template = Template(key, lock, known)
+        template.begin()
         return template.run()
     except BaseException as exc:  # a module may raise anything
         if os.getpid() == pid:
@@ -80,16 +78,39 @@ def serve(known: Collection[str]) -> Callable[[], Any]:
         os._exit(1)
 
 
+def _leave_caller() -> None:
+    """Give up the caller's group, directory, umask and keys; ignore what its terminal sends."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    if identity.session_and_terminal()[1]:
+        os.setpgid(0, 0)  # in its session, so that programs can join groups there
+    else:
+        os.setsid()
+    os.chdir("/")
+    os.umask(0o077)
+    said = os.memfd_create("said")  # what imports write
+    for fd in (1, 2):
+        os.dup2(said, fd)
+    os.close(said)
+    if keyctl := _KEYCTL.get(os.uname().machine):
+        ctypes.CDLL(None).syscall(keyctl, _JOIN_SESSION_KEYRING, None)
+
+
 class _Caller(NamedTuple):
     """A caller whose program runs."""
 
-    channel: wire.Socket
+    channel: socket.socket
     pidfd: int
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: bytes) -> None:
         """Send a message; a caller that has stopped reads nothing, and must not delay others."""
         with contextlib.suppress(OSError):
-            messages.send(self.channel, message, waits=False)
+            wire.send(self.channel, message, waits=False)
+
+    def go_on(self) -> None:
+        """Continue it: it has stopped with its program."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
 
     def close(self) -> None:
         self.channel.close()
@@ -100,21 +121,19 @@ class Template:
     """Answers callers, and watches the programs that run.
 
     Args:
-        name: as the user gave it.
         key: see `identity`.
         lock: holds the right to be the template of this key.
         known: names of the modules that any Python has.
-        environment: the variables with which it was started.
     """
 
-    def __init__(
-        self, name: str, key: str, lock: int, known: Collection[str], environment: dict[str, str]
-    ) -> None:
-        self._name, self._key, self._lock = name, key, lock
+    def __init__(self, key: str, lock: int, known: Collection[str]) -> None:
+        self._lock = lock
+        self._path = place.socket_of(key)
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
-        self._coerced = {n: value for n, value in os.environ.items() if n not in environment}
+        given = first_environment()
+        self._coerced = {n: value for n, value in os.environ.items() if n not in given}
         self._hidden = Hidden(known)
-        self._imports = Imports(key, self._hidden)
+        self._imports = Imports(self._hidden)
         self._callers: dict[int, _Caller] = {}
         """By process of a program that runs."""
         self._is_draining = False
@@ -122,41 +141,36 @@ class Template:
         self._used = time.monotonic()
         self._poll = select.poll()
 
-    def begin(self, wanted: list[str]) -> None:
+    def begin(self) -> None:
         """Import modules, and open the socket.
 
         Raises:
             Unfit: there can be no template.
             BaseException: a library has raised it.
         """
-        self._hidden.named = wanted
-        self._freshness = self._imports.make(wanted)
-        self._import_kept()
+        signal.signal(signal.SIGTERM, self._end_soon)
+        self._imports.make(wanted_modules())
+        self._imports.make_kept()
         ending.end_without_destructors()
         self._waking, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         """Becomes readable when a child has changed."""
         self._poll.register(self._waking, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._end_soon)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         session, terminal = identity.session_and_terminal()
         self._leader = os.pidfd_open(session) if terminal else -1
         if terminal:
             self._poll.register(self._leader, select.POLLIN)
-        self._path = place.socket_of(self._key)
-        self._listener = wire.open_socket()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
-        gc.collect()
-        gc.freeze()
-        self._say("ready")
         self._listener.bind(self._path)
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._poll.register(self._listener.fileno(), select.POLLIN)
-        place.remove_note(self._key, "failed")
+        place.remove_note(os.path.basename(self._path), "failed")
 
-    def run(self) -> Callable[[], Any]:
+    def run(self) -> Birth:
         """Serve; end this process, or return what runs the program in a copy."""
         while True:
             self._tend()
@@ -166,58 +180,53 @@ class Template:
                 elif fd == self._leader:
                     self._poll.unregister(fd)
                     self._drain()
-                elif self._is_draining or fd != self._listener.fileno():
-                    self._end_program_of(fd)
-                elif run := self._accept():
-                    return run
+                elif not self._is_draining and (birth := self._accept()):
+                    return birth
 
     # Programs -------------------------------------------------------------------------------------
 
-    def _accept(self) -> Callable[[], Any] | None:
+    def _accept(self) -> Birth | None:
         """Take a caller, and fork; return what runs its program in the copy, else None."""
         self._used = time.monotonic()
         try:
-            fd, _ = self._listener._accept()  # type: ignore[attr-defined]
+            channel, _ = self._listener.accept()
         except OSError as exc:
             if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 time.sleep(_PAUSE_S)
             return None  # or the caller has gone
-        os.set_inheritable(fd, False)
-        channel = wire.take(fd)
         try:
             caller = _Caller(channel, _pidfd_of(channel))
         except OSError:  # it has ended
             channel.close()
             return None
-        refused = self._why_not(caller)
         pid = 0
-        if refused is None:
+        refused = self._why_not(caller)
+        if not refused:
             try:
                 pid = os.fork()
             except OSError as exc:  # too many processes, or no memory
-                refused = Refused(f"the template cannot start a process: {exc}", 0)
-        if refused is not None:
-            caller.tell(refused)
+                refused = f"0 the template cannot start a process: {exc}"
+        if refused:
+            caller.tell(b"refused " + refused.encode())
             caller.close()
             return None
         if pid == 0:
             gc.enable()
             return become(channel, self._hidden, self._imports.descriptors, self._coerced)
         self._callers[pid] = caller
-        self._poll.register(channel.fileno(), 0)  # its end is always told
         return None
 
-    def _why_not(self, caller: _Caller) -> Refused | None:
-        """Return why a process may not use this template; None if it may."""
+    def _why_not(self, caller: _Caller) -> str:
+        """Return why a process may not use this template, see `messages`; empty if it may."""
         pid, user = wire.peer_of(caller.channel)
         if user != os.geteuid():
-            return Refused("the template is another user's", 0)
+            return "0 the template is another user's"
         if why := identity.how_it_differs(pid, caller.pidfd):
-            return Refused(f"this process may not use the template: {why}", 0)
-        if self._freshness.is_lost():
+            return f"0 this process may not use the template: {why}"
+        if self._imports.are_stale():
             self._drain()
-            return Refused("stale: a package has changed", 1)
-        return None
+            return "1 stale: a package has changed"
+        return ""
 
     def _reap(self) -> None:
         """Learn what has become of children, and tell their callers."""
@@ -234,32 +243,16 @@ class Template:
             if caller is None:
                 continue
             if os.WIFSTOPPED(status):
-                caller.tell(Stopped(os.WSTOPSIG(status)))
+                caller.tell(messages.STOPPED)
             elif os.WIFCONTINUED(status):
-                with contextlib.suppress(ProcessLookupError):  # it has stopped with it
-                    signal.pidfd_send_signal(caller.pidfd, signal.SIGCONT)
+                caller.go_on()
             else:
                 ending.live_without(caller.channel)  # what the program has started goes on
-                caller.tell(Ended(status))
-                # A program that ends just after it has continued is not told of as continued.
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(caller.pidfd, signal.SIGCONT)
-                self._forget(pid)
-
-    def _end_program_of(self, fd: int) -> None:
-        """End the program whose caller has gone."""
-        for pid, caller in list(self._callers.items()):
-            if caller.channel.fileno() == fd:
-                os.kill(pid, signal.SIGKILL)  # a child that is not reaped yet
-                with contextlib.suppress(ProcessLookupError):  # it is in its caller's group
-                    os.killpg(pid, signal.SIGKILL)
-                self._forget(pid)
-
-    def _forget(self, pid: int) -> None:
-        caller = self._callers.pop(pid)
-        self._poll.unregister(caller.channel.fileno())
-        caller.close()
-        self._used = time.monotonic()
+                caller.tell(b"ended %d" % status)
+                caller.go_on()  # a program that ends just after it is not told of as continued
+                del self._callers[pid]
+                caller.close()
+                self._used = time.monotonic()
 
     # The template itself --------------------------------------------------------------------------
 
@@ -270,24 +263,9 @@ class Template:
         if self._is_told_to_end or (not self._callers and (idle > _IDLE_S or is_lonely)):
             self._drain()
         if self._is_draining and not self._callers:
-            place.remove_note(self._key, f"{os.getpid()}.json")
             os._exit(0)
         if not self._is_draining:
-            self._import_kept()
-
-    def _import_kept(self) -> None:
-        """Import the modules of what loads have kept since the last time."""
-        if names := self._imports.kept():
-            self._freshness.close()
-            self._freshness = self._imports.make(names)
-            gc.collect()
-            gc.freeze()
-
-    def _say(self, state: str) -> None:
-        """Leave a note of this template for `look`."""
-        found = {"name": self._name, "pid": os.getpid(), "state": state, "socket": self._path}
-        text = json.dumps(found | {"left_out": self._imports.left_out})
-        place.write_note(self._key, f"{os.getpid()}.json", text)
+            self._imports.make_kept()
 
     def _end_soon(self, *_: object) -> None:
         self._is_told_to_end = True
@@ -300,7 +278,6 @@ class Template:
         self._poll.unregister(self._listener.fileno())
         with contextlib.suppress(OSError):  # the directory was removed
             os.unlink(self._path)
-            self._say("draining")
         self._listener.close()
         os.close(self._lock)
 
@@ -312,11 +289,9 @@ def _pidfd_of(channel: wire.Socket) -> int:
         OSError: it has ended.
     """
     try:
-        fd = channel.getsockopt(SOL_SOCKET, _SO_PEERPIDFD)
+        return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        fd = os.pidfd_open(wire.peer_of(channel)[0])
-    os.set_inheritable(fd, False)
-    return fd
+        return os.pidfd_open(wire.peer_of(channel)[0])
 
 
 def _is_alone() -> bool:

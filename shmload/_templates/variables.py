@@ -3,16 +3,12 @@
 What libraries read on import is read in the template. A program that sets such a variable before
 its imports starts over in the ordinary way once, and from then on uses a template that has these
 variables.
-
-`shmload run --redirect` has `redirect` on in a program before its first line. An ordinary Python is
-told by two variables, which the processes that the program starts inherit; in a copy of a template
-it is turned on by hand.
 """
 
 import os
 
 from shmload._host.variables import is_of_import
-from shmload._templates import place, wire
+from shmload._templates import place
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,23 +25,23 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 def first_environment() -> dict[str, str]:
     """Return the variables with which this process was started; Python itself changes some."""
-    return variables_in(first_environ())
-
-
-def first_environ() -> bytes:
-    """Return the same, as /proc/PID/environ has them."""
     with open("/proc/self/environ", "rb", buffering=0) as file:
-        return file.read()
+        pairs = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry]
+    return {name: value for name, _, value in pairs}
 
 
-def variables_in(raw: bytes) -> dict[str, str]:
-    """Return the variables in the content of /proc/PID/environ.
+def with_redirect(environment: "Mapping[str, str]", way: str) -> dict[str, str]:
+    """Return an environment in which `redirect` is on in all processes that get it.
 
-    Those of `--redirect` are left out: `Program.redirect` says so.
+    Python imports the module in `startup` when it starts.
+
+    Args:
+        environment: as it is without.
+        way: `1`, or `verbose` to have each call's way written on standard error.
     """
-    pairs = [entry.partition(b"=") for entry in raw.split(b"\0") if entry]
-    found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-    return without_redirect(found)
+    before = environment.get(_PATH)
+    path = f"{_FOLDER}{os.pathsep}{before}" if before else _FOLDER
+    return {**environment, REDIRECT: way, _PATH: path}
 
 
 def read_on_import(environment: "Mapping[str, str]") -> dict[str, str]:
@@ -58,12 +54,8 @@ def read_on_import(environment: "Mapping[str, str]") -> dict[str, str]:
 
 def read_settings(program: "Program") -> list[list[str]]:
     """Return what a program has set last time: names with their values, or alone if removed."""
-    found = place.read_note(_key(program), _SET)
-    try:
-        settings: list[list[str]] = wire.unpack((found or "").encode("latin-1"), list[list[str]])
-        return settings
-    except ValueError:  # half written
-        return []
+    found = place.read_note(_key(program), _SET) or ""
+    return [entry.split("=", 1) for entry in found.split("\0") if entry]
 
 
 def write_settings(program: "Program", settings: list[list[str]]) -> None:
@@ -71,9 +63,8 @@ def write_settings(program: "Program", settings: list[list[str]]) -> None:
 
     Raises:
         OSError: it cannot be written.
-        PlaceUnsafe: see `place`.
     """
-    place.write_note(_key(program), _SET, wire.pack(settings).decode("latin-1"))
+    place.write_note(_key(program), _SET, "\0".join(map("=".join, settings)))
 
 
 def with_settings(variables: "Mapping[str, str]", settings: list[list[str]]) -> dict[str, str]:
@@ -94,35 +85,5 @@ def differences(before: "Mapping[str, str]", after: "Mapping[str, str]") -> list
 
 def _key(program: "Program") -> str:
     """Return the key of the note that all runs of a program in this directory share."""
-    value = os.fsdecode(program.value)
-    if program.kind == "script":
-        value = os.path.abspath(value)
+    value = os.path.abspath(program.value) if program.kind == "script" else program.value
     return place.key_of(f"{os.getcwd()}\n{program.kind}\n{value}")
-
-
-# Of --redirect ----------------------------------------------------------------------------------
-
-
-def with_redirect(way: str, environment: "Mapping[str, str]") -> dict[str, str]:
-    """Return an environment in which `redirect` is on.
-
-    Args:
-        way: `1`, or `verbose` to have each call's way written on standard error; empty for none.
-        environment: as it is without.
-    """
-    found = dict(environment)
-    if way:
-        before = environment.get(_PATH)
-        found |= {REDIRECT: way, _PATH: f"{_FOLDER}{os.pathsep}{before}" if before else _FOLDER}
-    return found
-
-
-def without_redirect(environment: "Mapping[str, str]") -> dict[str, str]:
-    """Return an environment without what `with_redirect` has set in it."""
-    found = {name: value for name, value in environment.items() if name != REDIRECT}
-    entries = found.get(_PATH, "").split(os.pathsep)
-    if _FOLDER in entries:
-        del found[_PATH]
-        if rest := [entry for entry in entries if entry != _FOLDER]:
-            found[_PATH] = os.pathsep.join(rest)
-    return found

@@ -39,10 +39,16 @@ class Running:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self.environment = kept | {"XDG_RUNTIME_DIR": str(folder)}
 
-    def start_template(self, modules, environment=None):
-        """Start a template that imports these modules; return its process id."""
-        started = self.shmload("template", "warm", *(f"--import={name}" for name in modules),
-                               "--json", environment=environment)  # fmt: skip
+    def start_template(self, modules=None, environment=None):
+        """Start a template that imports these modules, or the libraries; return its process id.
+
+        Programs use it until another one is started.
+        """
+        given = self.environment if environment is None else environment
+        given.pop("SHMLOAD_RUN_IMPORTS", None)
+        if modules:
+            given["SHMLOAD_RUN_IMPORTS"] = ",".join(modules)
+        started = self.shmload("template", "warm", "--json", environment=given)
         assert started.returncode == 0, started.stderr
         return json.loads(started.stdout)["template"]["pid"]
 
@@ -69,17 +75,16 @@ class Running:
         )
 
     @contextlib.contextmanager
-    def held_back(self, name, environment=None):
-        """Have the template of a name never get ready, in a block; yields the name."""
+    def held_back(self, environment=None):
+        """Have the template of programs with these variables never get ready, in a block."""
         asked = "from shmload._templates import identity, place, variables\n"
-        asked += f"key = identity.key_of({name!r}, variables.first_environment())\n"
-        asked += "print(place.socket_of(key))"
+        asked += "print(place.socket_of(identity.key_of(variables.first_environment())))"
         found = self.run(
             [sys.executable, "-c", asked], env=environment or self.environment, check=True
         )
         with open(f"{found.stdout.strip()}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield name
+            yield
 
     def wait_for_templates(self, holds, deadline_s=_DEADLINE_S):
         """Look at the templates of this place until something holds of them; return them.

@@ -138,11 +138,12 @@ def test_answers_of_and_without_a_service(ask, service, shards):
 def test_answers_about_templates(page):
     place = Running(Path(tempfile.mkdtemp(prefix="run-", dir="/tmp")))
     try:
-        for words in (["warm", "--import=json"], ["ls"], ["stop"]):
-            answer = json.loads(place.shmload("template", *words, "--json").stdout)
+        place.environment["SHMLOAD_RUN_IMPORTS"] = "json"
+        for word in ("warm", "ls", "stop"):
+            answer = json.loads(place.shmload("template", word, "--json").stdout)
             assert answer.pop("schema_version") == SCHEMA_VERSION
-            assert answer.pop("command") == f"template {words[0]}"
-            compare(page, f"shmload template {words[0]}", answer)
+            assert answer.pop("command") == f"template {word}"
+            compare(page, f"shmload template {word}", answer)
             assert all(answer.values())
     finally:
         place.close()

@@ -30,7 +30,7 @@ def test_template_imports_the_modules_of_what_a_load_has_kept(running, saved):
         "SHMLOAD_CACHE_DIR": str(running.folder / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
-    running.shmload("template", "warm")
+    running.start_template()
     path = running.work / "app.py"
     path.write_text(_PROGRAM.format(module=_MODULE, source=str(saved("stable-diffusion"))))
 

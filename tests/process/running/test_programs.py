@@ -311,7 +311,7 @@ class Seen:
 def see(folder, environment):
     """Run a program by a command and return what is seen."""
 
-    def run(name, command):
+    def run(name, command, given=environment):
         sort, _, rest = name.rpartition(":")
         path = folder / "work" / "program_of_test.py"
         path.write_text(PROGRAMS[name])
@@ -326,7 +326,7 @@ def see(folder, environment):
             input=_INPUT,
             capture_output=True,
             cwd=folder / "work",
-            env=environment,
+            env=given,
             timeout=_TIMEOUT_S,
             check=False,
         )
@@ -344,9 +344,10 @@ _RUN = [sys.executable, "-m", "shmload", "run", "-v"]
 
 @pytest.fixture(scope="module")
 def cold(running, folder, environment):
-    """Have the template of this name never get ready; return its name."""
-    with running.held_back("cold", environment) as name:
-        yield name
+    """Variables whose template never gets ready."""
+    given = environment | {"SHMLOAD_RUN_IMPORTS": "cold"}
+    with running.held_back(given):
+        yield given
 
 
 @pytest.mark.slow
@@ -396,8 +397,8 @@ _TOLD_AND_KEPT = (
 
 @pytest.mark.parametrize("name", _TOLD_AND_KEPT)
 def test_program_in_the_ordinary_way_sees_and_shows_the_same(see, cold, name):
-    wanted = see(name, [sys.executable])
-    seen = see(name, [*_RUN, "--template", cold])
+    wanted = see(name, [sys.executable], cold)
+    seen = see(name, _RUN, cold)
     said, _, seen.err = seen.err.partition("\n")
     assert said == "shmload run: in the ordinary way: the template is not ready yet"
     assert seen == wanted

@@ -6,7 +6,7 @@ import pytest
 from children import run_to_end
 
 from shmload._host.variables import is_of_import
-from shmload._templates.start import MODULES
+from shmload._templates.imports import wanted_modules
 
 pytestmark = pytest.mark.libraries
 # What a terminal, a continuous integration or a compiler sets; `READ_LATER` is read by loads.
@@ -40,9 +40,10 @@ print(*sorted(read))
 
 @pytest.mark.slow
 def test_variables_that_libraries_read_on_import_are_known():
-    ended = run_to_end([sys.executable, "-c", _WATCH, *MODULES], check=True)
+    ended = run_to_end([sys.executable, "-c", _WATCH, *wanted_modules()], check=True)
     read = ended.stdout.split()
     assert "HF_HOME" in read
     # The hub's library looks for the folders of programs that may call it.
     others = [name for name in read if not (is_of_import(name) or name.endswith("_CONFIG_DIR"))]
     assert set(others) <= _OTHERS
+    assert not is_of_import("HF_DEACTIVATE_ASYNC_LOAD")  # which shmload sets for a load

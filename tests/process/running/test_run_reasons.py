@@ -15,8 +15,7 @@ WAYS = {
     "a standard stream is closed": "$RUN -c 'print(1)' <&-",
     "it inherits very many descriptors":
         "for n in {10..270}; do eval \"exec $n</dev/null\"; done; $RUN -c 'print(1)'",
-    "it is no Python program": "$RUN -c '1 +' || echo 1",
-    "it is a compiled file": "$RUN compiled.pyc",
+    "it is no Python program": "$RUN compiled.pyc",
     "has a json of its own": "$RUN beside/app.py",
     "the program set TZ before": "$RUN -c 'import os; os.environ[\"TZ\"] = \"UTC\"; import numpy; "
         "print(1)'",
@@ -24,11 +23,11 @@ WAYS = {
         "import numpy'",
     "there is no template yet": "ulimit -c 1; $RUN -c 'print(1)'",
     "options of Python are given": "$RUN -X dev -c 'print(1)'",
-    "a template cannot be started": "ulimit -n 5; $RUN -c 'print(1)'",
+    "a template cannot be started": "SHMLOAD_RUN_IMPORTS=blocked $RUN -c 'print(1)'",
     "the template does not answer": "kill -STOP $PID; $RUN -c 'print(1)'; kill -CONT $PID",
-    "the template is not ready yet": "$RUN --template cold -c 'print(1)'",
+    "the template is not ready yet": "SHMLOAD_RUN_IMPORTS=cold $RUN -c 'print(1)'",
     "lets other users rename": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
-    "there can be no template": "$RUN --template odd -c 'print(1)'",
+    "there can be no template": "SHMLOAD_RUN_IMPORTS=odd $RUN -c 'print(1)'",
 }  # fmt: skip
 
 
@@ -47,19 +46,22 @@ def variables(running):
     make = "import py_compile; py_compile.compile('compile_it.py', 'compiled.pyc')"
     subprocess.run([sys.executable, "-c", make], cwd=work, check=True, timeout=_DEADLINE_S)
     given = {"P": sys.executable, "RUN": f"{sys.executable} -m shmload run -v"}
-    asked = "from shmload._templates import identity, place, variables\n"
-    asked += "key = identity.key_of('odd', variables.first_environment())\n"
-    asked += "place.write_note(key, 'failed', 'there can be no template')"
     given |= running.environment
-    subprocess.run([sys.executable, "-c", asked], env=given, cwd=work, check=True,
-                   timeout=_DEADLINE_S)  # fmt: skip
-    with running.held_back("cold", given):
+    odd, blocked, cold = (given | {"SHMLOAD_RUN_IMPORTS": n} for n in ("odd", "blocked", "cold"))
+    asked = "import os; from shmload._templates import identity, place, variables\n"
+    asked += "key = identity.key_of(variables.first_environment())\n"
+    for variables, line in (
+        (odd, "place.write_note(key, 'failed', 'there can be no template')"),
+        (blocked, "os.mkdir(f'{place.socket_of(key)}.lock')"),
+    ):
+        running.run([sys.executable, "-c", asked + line], env=variables, check=True)
+    with running.held_back(cold):
         yield given
 
 
 @pytest.mark.parametrize("reason", WAYS)
 def test_one_line_says_why_a_program_is_run_in_the_ordinary_way(running, variables, reason):
-    variables["PID"] = str(running.start_template(["json", "numpy"]))  # some end it
+    variables["PID"] = str(running.start_template(["json", "numpy"], variables))  # some end it
     ended = running.run(["bash", "-c", WAYS[reason]], env=variables)
     assert ended.stdout == "1\n", ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("shmload run:")]

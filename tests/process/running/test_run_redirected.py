@@ -8,9 +8,6 @@ import example_training
 import pytest
 from children import run_to_end
 
-from shmload._host.variables import is_of_import
-from shmload._templates.variables import with_redirect, without_redirect
-
 _CLASS = """
 class DiffusionPipeline:
     @classmethod
@@ -55,43 +52,47 @@ def redirected(running):
     (running.work / "children.py").write_text(_CHILDREN)
     before = running.environment
     running.environment = before | {"PYTHONPATH": str(running.folder / "fakes")}
-    with running.held_back("none"):
-        yield lambda *program, **given: running.shmload("run", "--redirect", *program, **given)
+    yield lambda *program: running.shmload("run", "--redirect", *program)
     running.environment = before
 
 
 @pytest.fixture(params=["cold", "warm"])
 def way(request, running, redirected):
-    """With a template of this name, and without."""
-    if request.param == "warm":
-        running.start_template(
-            ["diffusers.pipelines.pipeline_utils", "shmload.integrations.redirect"]
-        )
-    return ["--template", "default" if request.param == "warm" else "none"]
+    """Without a template, and with one, whose programs are all redirected."""
+    if request.param == "cold":
+        running.environment["SHMLOAD_RUN_IMPORTS"] = "no_such_module"
+        return
+    running.kill_templates()
+    running.environment["SHMLOAD_RUN_IMPORTS"] = "diffusers.pipelines.pipeline_utils"
+    redirected("-c", "pass")
+    running.wait_for_templates(lambda found: [each.state for each in found] == ["ready"])
 
 
-def test_it_is_on_from_the_first_line(running, redirected, way):
+@pytest.mark.usefixtures("way")
+def test_it_is_on_from_the_first_line(running, redirected):
     for program in (["show.py"], ["-m", "show"], ["-c", _SHOW]):
-        ended = redirected(*way, *program)
+        ended = redirected(*program)
         assert (ended.stdout, ended.stderr, ended.returncode) == ("True True\n", "", 0), program
-    ended = running.shmload("run", *way, "show.py")
-    assert ended.stdout == "False False\n"
+    assert running.shmload("run", "show.py").stdout == "False False\n"
 
 
-def test_it_is_on_in_children(redirected, way):
-    ended = redirected(*way, "children.py")
+@pytest.mark.usefixtures("way")
+def test_it_is_on_in_children(redirected):
+    ended = redirected("children.py")
     assert ended.stdout == "True True\n" * 4, ended.stderr
 
 
-def test_path_and_modules_are_those_of_python(running, redirected, way):
+@pytest.mark.usefixtures("way")
+def test_path_and_modules_are_those_of_python(running, redirected):
     code = "import sys; print(sys.path, 'sitecustomize' in sys.modules, 'torch' in sys.modules)"
     plain = running.run([sys.executable, "-c", code], check=True)
-    assert redirected(*way, "-c", code).stdout == plain.stdout
+    assert redirected("-c", code).stdout == plain.stdout
 
 
-def test_run_in_a_redirected_program_is_redirected(redirected, way):
+@pytest.mark.usefixtures("way")
+def test_run_in_a_redirected_program_is_redirected(redirected):
     code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'shmload', 'run', *{}])"
-    ended = redirected(*way, "-c", code.format([*way, "show.py"]))
+    ended = redirected("-c", code.format(["show.py"]))
     assert ended.stdout == "True True\n", ended.stderr
 
 
@@ -100,7 +101,7 @@ def test_sitecustomize_of_the_user_runs(running, redirected):
     other.write_text("import sys; sys.was_customized = __name__, __file__\n")
     try:
         code = "import sys; print(sys.was_customized, 'sitecustomize' in sys.modules)"
-        ended = redirected("--template", "none", "-c", code)
+        ended = redirected("-c", code)
     finally:
         other.unlink()
     assert ended.stdout == f"{('sitecustomize', str(other))} True\n"
@@ -110,7 +111,7 @@ def test_sitecustomize_of_the_user_runs(running, redirected):
 def test_verbose_says_each_way(redirected):
     code = "from diffusers.pipelines.pipeline_utils import DiffusionPipeline as pipeline\n"
     code += "pipeline.from_pretrained(1)"
-    ended = redirected("-v", "--template", "none", "-c", code)
+    ended = redirected("-v", "-c", code)
     assert "shmload: DiffusionPipeline.from_pretrained(1): by the library: " in ended.stderr
 
 
@@ -122,16 +123,6 @@ def test_options_that_turn_variables_off_are_refused(running):
     assert "--redirect needs PYTHONPATH" in ended.stderr
 
 
-def test_variable_that_shmload_sets_for_a_load_is_not_read_on_import():
-    assert is_of_import("HF_HOME")
-    assert not is_of_import("HF_DEACTIVATE_ASYNC_LOAD")
-
-
-def test_variables_are_taken_back():
-    for before in ({}, {"PYTHONPATH": "/a:/b"}, {"PYTHONPATH": "/a", "X": "y"}):
-        assert without_redirect(with_redirect("1", before)) == before
-
-
 @pytest.mark.slow
 @pytest.mark.libraries
 @pytest.mark.usefixtures("evicts")
@@ -141,11 +132,9 @@ def test_unchanged_program_gives_the_same(running, saved, tmp_path, warm_python)
     names = ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "SHMLOAD_REMEMBER", "XDG_CACHE_HOME")
     environment = {name: running.environment[name] for name in ("PATH", "HOME", "XDG_RUNTIME_DIR")}
     environment |= {name: os.environ[name] for name in names}
-    # No template of this name: the program is run in the ordinary way.
-    running.shmload(
-        "template", "warm", "--name", "none", "--import=no_such_module", environment=environment
-    )
-    options = ["-v", "--redirect", "--template", "none"]
+    # There can be no such template: the program is run in the ordinary way.
+    environment["SHMLOAD_RUN_IMPORTS"] = "no_such_module"
+    options = ["-v", "--redirect"]
     plain = warm_python.run(script, *given, tmp_path / "plain")
     redirected = running.shmload(
         "run", *options, str(script), *given, str(tmp_path / "other"), environment=environment

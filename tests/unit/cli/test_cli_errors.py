@@ -24,7 +24,7 @@ def test_directory_of_templates_that_is_not_this_users_is_named(monkeypatch, tmp
     (tmp_path / "templates").write_text("planted")
     done = CliRunner().invoke(main, ["template", command])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert f"{tmp_path}/templates cannot be used" in done.stderr
+    assert f"{tmp_path}/templates" in done.stderr
 
 
 def test_closed_stdout_is_no_traceback():

@@ -26,6 +26,7 @@ def module(monkeypatch, tmp_path):
 
 def is_lost_after_rewriting(path):
     freshness = Freshness()
+    freshness.begin()
     assert not freshness.is_lost()
     new = path.with_suffix(".new")
     new.touch()
@@ -46,7 +47,8 @@ def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replace
     path.rename(target)
     link(target, path)
     freshness = Freshness()
-    assert freshness._watch is not None
+    freshness.begin()
+    assert freshness._is_watching
     assert not freshness.is_lost()
     if is_replaced and link is os.symlink:
         (tmp_path / "store" / "new").write_text("value = 2")
@@ -62,6 +64,7 @@ def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatc
         monkeypatch.setattr("shmload._templates.freshness._LOCAL", set())
     path = module("some_module")
     freshness = Freshness()
+    freshness.begin()
     found = path.stat()
     path.write_text("value = 2")
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # as `cp -p` and `rsync -a` do
