@@ -28,7 +28,7 @@ from shmload._segments.listing import segments_by_lock
 from shmload._segments.removal import remove_idle
 from shmload._settings import settings
 from shmload._wording import nearest
-from shmload.errors import ArgumentError, DeviceMissing, NoRoom, SwitchTimeout
+from shmload.errors import ArgumentError, NoRoom, SwitchTimeout
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.mixing import mix
 
@@ -130,7 +130,7 @@ class Switcher:
 
     Raises:
         ArgumentError: a size cannot be read, or an argument cannot be given here.
-        DeviceMissing: the device is not there.
+        ArgumentError: the device is not there.
     """
 
     def __init__(
@@ -416,6 +416,6 @@ def _find_device(device: object, nbytes: float | str | None) -> tuple[str, int]:
     here = inventory.machine_inventory([device] if nbytes is None else ())
     name = inventory.canonical_device(device, here.current)
     if name not in here.names or inventory.is_on_the_host(name):
-        raise DeviceMissing(name, here.names, argument="device")
+        raise inventory.device_missing(name, here.names, argument="device")
     found = here.find(name)
     return name, found.room_nbytes if found else inventory.parse_size(_DEVICE, nbytes)

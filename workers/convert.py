@@ -89,7 +89,7 @@ def make_converter(source: str, target: str, max_count: int) -> Converter:
         max_count: the most elements that one call may be given.
 
     Raises:
-        LibraryMissing: the package for blocks is not installed.
+        LibraryError: the package for blocks is not installed.
         NotImplementedError: it does not dequantise the kind.
     """
     if source in BLOCKS:

@@ -60,7 +60,7 @@ class Folder:
         shard_items: how many items a shard has.
 
     Raises:
-        ArgumentError, LibraryMissing: an argument cannot work.
+        ArgumentError, LibraryError: an argument cannot work.
         ResultsError: another job writes to the folder, its results were made with other facts, or
             the file system refuses it.
     """

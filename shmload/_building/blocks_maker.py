@@ -115,7 +115,7 @@ class BlocksMaker(SingleFileMaker):
         """Return what the libraries' reader of the format returns, over a segment.
 
         Raises:
-            LibraryMissing: the library needs another package for them.
+            LibraryError: the library needs another package for them.
             ValueError: as there, of a kind that it does not know.
         """
         import torch

@@ -32,7 +32,7 @@ from shmload._host.procfs import mappings
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import LibrariesDisturbed
+from shmload.errors import LibraryError
 
 logger = logger_of(__name__)
 
@@ -77,7 +77,7 @@ class Build:
 
         Raises:
             MemoryLimitExceeded: that is not possible, and the load is bounded by its caller.
-            LibrariesDisturbed: another thread has left its models empty.
+            LibraryError: another thread has left its models empty.
         """
         made = self._build_early()
         if made is None:
@@ -86,7 +86,13 @@ class Build:
             made = self._from_view()
         # A device map may keep weights from the host on purpose.
         if "device_map" not in self._kwargs and is_emptied(self._models_of(made).values()):
-            raise LibrariesDisturbed(str(self._source.given))
+            raise LibraryError(
+                f"{self._source.given}: its models were built without weights, because another "
+                "thread of this process is in accelerate's init_empty_weights, as in "
+                "load_lora_weights or from_pretrained, or two threads were in it at once, which "
+                "leaves torch changed; hold one lock around all loads and load_lora_weights; if "
+                "this error stays, restart the process"
+            )
         return made
 
     def _models_of(self, made: Any) -> dict[str, torch.nn.Module]:

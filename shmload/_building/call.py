@@ -64,9 +64,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             is_pipeline: the source is a pipeline.
 
         Raises:
-            UnknownArgument: a keyword is nearly one of the function's own.
+            ArgumentError: a keyword is nearly one of the function's own.
             ArgumentError: an argument is wrong, or does not go with another.
-            DeviceMissing: a device is not there, as far as `Destination.require_present` tells.
+            ArgumentError: a device is not there, as far as `Destination.require_present` tells.
         """
         wanted = Wanted.parse(
             source,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from shmload._checkpoints.wanted import named_arguments
-from shmload.errors import UnknownArgument
+from shmload._wording import nearest
+from shmload.errors import ArgumentError
 
 FINDING_KEYWORDS = frozenset(
     {
@@ -51,11 +52,12 @@ def require_no_slip(kwargs: Collection[str], function: Callable[..., Any]) -> No
         function: the function that got them.
 
     Raises:
-        UnknownArgument: with the nearest name of the function's.
+        ArgumentError: with the nearest name of the function's.
     """
     import difflib  # 2 ms, which a load without keywords does not pay
 
     own = named_arguments(function)
     for name in sorted(set(kwargs) - own - _THEIRS):
         if difflib.get_close_matches(name, own, 1, _NEAR):
-            raise UnknownArgument(name, [function.__qualname__], own)
+            near = nearest(name, sorted(own))
+            raise ArgumentError(f"{function.__qualname__} has no argument {name!r}{near}")

@@ -16,14 +16,14 @@ from shmload._building.classes import find_class
 from shmload._building.libraries import inside, libraries_lock
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import is_absent, is_foreign
+from shmload._checkpoints.source import no_component
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import component_specs, dtype_keyword
 from shmload.errors import (
     ArgumentError,
     CapacityError,
     ComponentFailed,
-    LibraryTooOld,
-    UnknownComponent,
+    LibraryError,
 )
 
 # How the repository and its components are found. Not the revision: each spec has its own.
@@ -58,13 +58,16 @@ def make_modular(
 
     Raises:
         ComponentFailed: a component is missing, or cannot be loaded.
-        LibraryTooOld: diffusers 0.35 has other specs.
+        LibraryError: diffusers 0.35 has other specs.
         UnknownComponent: the pipeline has no component of a name.
         Exception: of the library, for the pipeline itself.
     """
     if _PATH not in diffusers.ComponentSpec.loading_fields():
         version = str(diffusers.__version__)
-        raise LibraryTooOld("diffusers", version, "0.36", "modular pipelines as shmload knows them")
+        raise LibraryError(
+            f"diffusers {version} has no modular pipelines as shmload knows them; install "
+            "diffusers 0.36 or later"
+        )
     cls: Any = pipeline_class or diffusers.ModularPipeline
     if isinstance(cls, str):
         cls = find_class(cls, "pipeline_class", [diffusers])
@@ -99,7 +102,7 @@ def _chosen(
     specs, only = component_specs(pipe), wanted.components
     by_name = wanted.dtype if isinstance(wanted.dtype, Mapping) else {}
     for name in {*(only or ()), *by_name, *placed} - {"default", *specs}:
-        raise UnknownComponent(str(name), wanted.source, specs)
+        raise no_component(str(name), wanted.source, specs)
     return [
         specs[name]
         for name in pipe.pretrained_component_names

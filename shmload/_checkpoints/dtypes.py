@@ -9,6 +9,7 @@ floats.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shmload._wording import nearest
 from shmload.errors import ArgumentError, UnknownDtype
 
 # Bits per element, and torch's name where torch has one, of every dtype that safetensors 0.8 knows
@@ -141,7 +142,9 @@ def parse_dtype(dtype: object) -> str:
     if found is None and name in FLOATS:
         found = name
     if found is None:
-        raise UnknownDtype(dtype, [*_BY_TORCH_NAME, AUTO], ("bf16", "fp16", "fp32"))
+        known = [*_BY_TORCH_NAME, AUTO]
+        near = nearest(name, [*known, "bf16", "fp16", "fp32"])
+        raise UnknownDtype(f"unknown dtype {dtype!r}; use one of {', '.join(known)}{near}")
     return found
 
 

@@ -94,12 +94,12 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     dequantiser: Callable[[str, str | os.PathLike[str]], Callable[[Any], Any]]
     """Returns what makes float32 of a row of blocks of a kind; the path is what errors call.
 
-    Raises `LibraryMissing`, or `NotImplementedError` for a kind that the library does not know.
+    Raises `LibraryError`, or `NotImplementedError` for a kind that the library does not know.
     """
     parameter: Callable[[TensorSpec, Any, str | os.PathLike[str]], Any]
     """Makes of a tensor of blocks, as bytes, what the libraries' own reader makes of it.
 
-    Raises `LibraryMissing`, or `ValueError` as that reader does.
+    Raises `LibraryError`, or `ValueError` as that reader does.
     """
 
 

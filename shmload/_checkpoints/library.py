@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 from shmload._host.limits import chain_of
-from shmload.errors import ImportCutShort, ShmloadError
+from shmload.errors import LibraryError, ShmloadError
 
 # Those of the model libraries that are imported in parts, beside torch.
 _PACKAGES = ("accelerate", "diffusers", "huggingface_hub", "safetensors", "transformers")
@@ -29,7 +29,7 @@ def whole_libraries() -> Iterator[None]:
     some can be imported again, and some cannot: only the attempt tells.
 
     Raises:
-        ImportCutShort: that was so before the block. Of a library beside torch only if the block
+        LibraryError: that was so before the block. Of a library beside torch only if the block
             failed, and Python says that it met a module of this library that is half there. Every
             other error stays as it is: a broken package leaves the same traces in `sys.modules`.
     """
@@ -44,7 +44,7 @@ def whole_libraries() -> Iterator[None]:
         said = " ".join(map(str, chain_of(exc)))
         for module in _HALF_THERE.findall(said):
             if package := cut.get(module.partition(".")[0]):
-                raise ImportCutShort(package) from exc
+                raise _cut_short(package) from exc
         raise
 
 
@@ -58,16 +58,23 @@ def _cut_packages(packages: Collection[str]) -> dict[str, str]:
     }
 
 
+def _cut_short(package: str) -> LibraryError:
+    return LibraryError(
+        f"an import of {package} ended halfway in this process, by its own error or by Ctrl-C, and "
+        "cannot be repeated; restart the process (in a notebook, the kernel)"
+    )
+
+
 def _require_whole_torch() -> None:
     for package in _cut_packages(("torch",)).values():
-        raise ImportCutShort(package)
+        raise _cut_short(package)
 
 
 def library(module: Literal["makers", "module_trees", "rules"]) -> Any:
     """Import a module of `_building`, which answers with the help of the model libraries.
 
     Raises:
-        ImportCutShort: as `whole_libraries`.
+        LibraryError: as `whole_libraries`.
     """
     _require_whole_torch()
     return importlib.import_module(f"shmload._building.{module}")

@@ -69,7 +69,7 @@ def mirror(wanted: Wanted) -> Path:
 
     Raises:
         ArgumentError: the URL cannot be read safely.
-        LibraryMissing: obstore is not installed.
+        LibraryError: obstore is not installed.
         SourceNotFound: there is nothing, or it cannot be read.
         IndexMalformed: an index on a web server breaks its format.
     """

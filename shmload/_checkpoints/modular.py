@@ -16,10 +16,10 @@ from shmload._checkpoints.hub import find_cached, find_model, find_source, hub_f
 from shmload._checkpoints.indexes import listed_specs, read_json
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import WITHOUT_WEIGHTS, subfolder_of
-from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.source import Checkpoint, Source, no_component
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import weights_in
-from shmload.errors import ComponentFailed, ShmloadError, UnknownComponent
+from shmload.errors import ComponentFailed, ShmloadError
 
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -49,7 +49,7 @@ def find_whole_source(wanted: Wanted) -> Source:
         return found
     for name in wanted.components or ():
         if name not in found.components:
-            raise UnknownComponent(name, wanted.source, found.components)
+            raise no_component(name, wanted.source, found.components)
     sought = [
         spec
         for spec in _specs(found)

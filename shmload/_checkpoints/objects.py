@@ -300,7 +300,7 @@ def obstore() -> Any:
     """Import obstore.
 
     Raises:
-        LibraryMissing: it is not installed.
+        LibraryError: it is not installed.
     """
     with needing("obstore", "a source in a bucket", "shmload[cloud]"):
         import obstore as found

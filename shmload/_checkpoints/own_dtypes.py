@@ -13,10 +13,10 @@ from shmload._checkpoints.dtypes import AUTO, FLOATS, TORCH_NAMES, parse_dtype, 
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.resolve import config_of
-from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.source import Checkpoint, Source, no_component
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
-from shmload.errors import UnknownComponent, UnknownDtype
+from shmload.errors import UnknownDtype
 
 _DEFAULT = "float32"
 Floats = Sequence[tuple[str, int]]
@@ -44,7 +44,7 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
         known = {*source.components, *passed, "default"}
         for name in given:
             if name not in known:
-                raise UnknownComponent(str(name), source.given, known - {"default"})
+                raise no_component(str(name), source.given, known - {"default"})
     if source.is_modular and isinstance(dtype, Mapping):
         dtype = given = {"default": None, **given}  # the library leaves the others to their classes
     if not any(map(_is_auto, given.values())):

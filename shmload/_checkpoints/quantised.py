@@ -73,7 +73,7 @@ def require_dequantised(
         dtype_of: the dtype of each tensor in the segment.
 
     Raises:
-        LibraryMissing: the package for that is not installed.
+        LibraryError: the package for that is not installed.
         KindNotDequantised: it does not know a kind.
     """
     first: dict[str, str] = {}

@@ -28,7 +28,7 @@ from shmload._checkpoints.indexes import (
     read_json,
     require_beside,
 )
-from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Checkpoint, Source
+from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Checkpoint, Source, no_component
 from shmload._checkpoints.wanted import Wanted, not_found
 from shmload._checkpoints.weights import (
     ask_for,
@@ -44,7 +44,6 @@ from shmload.errors import (
     ShardMissing,
     ShmloadError,
     SourceNotFound,
-    UnknownComponent,
 )
 
 _NOWHERE = "neither a file, a directory nor a model in the hub cache"
@@ -217,7 +216,7 @@ def _resolve_pipeline(
     for name in wanted.components or ():
         if name not in listed:
             offered = [each for each in listed if weights_in(root / each)] or listed
-            raise UnknownComponent(name, wanted.source, offered)
+            raise no_component(name, wanted.source, offered)
     sought = [
         name
         for name, (library, _) in listed.items()

@@ -1,7 +1,7 @@
 """What was found of a source: a pipeline, one component or one file, with its files of weights."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import msgspec
 
 from shmload._checkpoints.formats.known import formats_asked, is_of_weights
 from shmload._checkpoints.weights import weights_in
+from shmload._wording import nearest
+from shmload.errors import UnknownComponent
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -115,3 +117,20 @@ def files_of(source: Source, components: Collection[str] | None = None) -> list[
                 names = [each for each in names if not (is_of_weights(each) or ".index." in each)]
             found += (folder / each for each in names)
     return [*filter(os.path.isfile, found), *source.shards]
+
+
+def no_component(
+    name: str, source: str | os.PathLike[str], known: Iterable[str]
+) -> UnknownComponent:
+    """Return the error for a component that a source does not have.
+
+    Args:
+        name: the component.
+        source: as given.
+        known: the components that it has.
+    """
+    there = sorted(known)
+    return UnknownComponent(
+        f"{source} has no component {name!r}; it has {', '.join(there)}{nearest(name, there)}",
+        name=name,
+    )

@@ -11,8 +11,8 @@ from typing import Any, Self
 import msgspec
 
 from shmload._checkpoints.dtypes import torch_names
-from shmload._wording import nearest_name
-from shmload.errors import ArgumentError, SourceNotFound, UnknownArgument
+from shmload._wording import nearest, nearest_name
+from shmload.errors import ArgumentError, SourceNotFound
 
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +90,11 @@ def require_known(
         known: the names that are taken.
 
     Raises:
-        UnknownArgument: a name is not known.
+        ArgumentError: a name is not known.
     """
     for name in sorted(set(kwargs).difference(known)):
-        raise UnknownArgument(name, [function.__qualname__], named_arguments(function).union(known))
+        near = nearest(name, sorted(named_arguments(function).union(known)))
+        raise ArgumentError(f"{function.__qualname__} has no argument {name!r}{near}")
 
 
 def require_bools(**given: object) -> None:
@@ -186,7 +187,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             ArgumentError: the source is no path, or the dtype is given under both of its names.
-            UnknownArgument: an argument is unknown.
+            ArgumentError: an argument is unknown.
         """
         if not isinstance(source, str | os.PathLike):
             shown = "None" if source is None else f"a {type(source).__name__}"

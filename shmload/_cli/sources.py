@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 import shmload
 from shmload._checkpoints.dtypes import AUTO, dtype_by_component, dtype_names, torch_names
 from shmload._cli.output import as_json_option, print_json, print_page, say
-from shmload.errors import DeviceMapMalformed
+from shmload.errors import ArgumentError
 
 
 def complete_paths(
@@ -87,8 +87,8 @@ def _parse_device_map(
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError) as exc:
-        raise DeviceMapMalformed(
-            'it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
+        raise ArgumentError(
+            'device_map: it cannot be read as a dict; quote the names, as in {"vae": "cuda:1"}'
         ) from exc
 
 

@@ -15,6 +15,7 @@ from shmload._placement.inventory import (
     OFFLOAD,
     Inventory,
     choose_inventory,
+    device_missing,
     is_on_the_host,
     parse_max_memory,
     parse_size,
@@ -23,7 +24,7 @@ from shmload._placement.inventory import (
 from shmload._placement.placement import Placement
 from shmload._runtimes.kinds import may_have_accelerators
 from shmload._settings import worker_count
-from shmload.errors import ArgumentError, DeviceMissing
+from shmload.errors import ArgumentError
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         checked: a load checks again once it has imported the libraries.
 
         Raises:
-            DeviceMissing: one is not there.
+            ArgumentError: one is not there.
         """
         named = map(parse_device, self._named)
         limits = parse_max_memory(self.max_memory or {})
@@ -92,7 +93,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         for each in self._named:
             device = parse_device(each, here.current)
             if not is_on_the_host(device) and device not in here.names:
-                raise DeviceMissing(device, here.names)
+                raise device_missing(device, here.names)
 
     def inventory(self) -> Inventory:
         """Return this machine's devices, as far as the map can use them; imports torch.
@@ -101,7 +102,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         host has no limit but the caller's: the weights are there already.
 
         Raises:
-            DeviceMissing: `max_memory` names an accelerator that is not there.
+            ArgumentError: `max_memory` names an accelerator that is not there.
         """
         named = self._named
         # A strategy may use any, and so may weights that wait.

@@ -74,7 +74,7 @@ class OpenShard(Descriptor):
 
     Raises:
         CheckpointError: it cannot be opened, its header is wrong, or nothing dequantises it.
-        LibraryMissing: the package that dequantises is not installed.
+        LibraryError: the package that dequantises is not installed.
     """
 
     def __init__(

@@ -21,16 +21,14 @@ from shmload._placement.inventory import (
     Current,
     Inventory,
     canonical_device,
+    device_missing,
     is_on_the_host,
 )
 from shmload._placement.modules import Component, Module, join, parent_of
-from shmload._wording import nearest
+from shmload._wording import listed, nearest
 from shmload.errors import (
     ArgumentError,
-    DeviceMapMalformed,
-    DeviceMissing,
     UnknownComponent,
-    UnknownModule,
 )
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
@@ -70,8 +68,8 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
         A strategy, or devices by dotted path or pattern.
 
     Raises:
-        DeviceMapMalformed: it has none of these forms.
-        DeviceMissing: it names a device that is not there.
+        ArgumentError: it has none of these forms.
+        ArgumentError: it names a device that is not there.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
@@ -80,7 +78,7 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
     for path, value in entries_of(device_map):
         found[path] = device = parse_device(value, inventory.current, is_all=is_all)
         if not is_on_the_host(device) and inventory.find(device) is None:
-            raise DeviceMissing(device, inventory.names)
+            raise device_missing(device, inventory.names)
     return found
 
 
@@ -88,16 +86,18 @@ def entries_of(device_map: object, above: str = "", depth: int = 0) -> Iterator[
     """Yield the devices that a map names, each with the dotted path that leads to it.
 
     Raises:
-        DeviceMapMalformed: a key is not a text; or it is deeper than any model, or contains itself.
+        ArgumentError: a key is not a text; or it is deeper than any model, or contains itself.
     """
     if not isinstance(device_map, Mapping):
         yield above, device_map
         return
     if depth == _MAX_DEPTH:
-        raise DeviceMapMalformed(f"it is nested more than {_MAX_DEPTH} levels deep")
+        raise ArgumentError(f"device_map: it is nested more than {_MAX_DEPTH} levels deep")
     for key, value in device_map.items():
         if not isinstance(key, str):
-            raise DeviceMapMalformed(f"its key {key!r} is not the name of a component or module")
+            raise ArgumentError(
+                f"device_map: its key {key!r} is not the name of a component or module"
+            )
         yield from entries_of(value, join(above, key), depth + 1)
 
 
@@ -110,17 +110,17 @@ def parse_device(value: object, current: Current = USUAL, *, is_all: bool = Fals
         is_all: it is the whole map, and might have been meant as a strategy.
 
     Raises:
-        DeviceMapMalformed: it is no device, or it is a strategy.
+        ArgumentError: it is no device, or it is a strategy.
     """
     if value in STRATEGIES:
-        raise DeviceMapMalformed(f"{value!r} is for a whole pipeline, not for a part of it")
+        raise ArgumentError(f"device_map: {value!r} is for a whole pipeline, not for a part of it")
     try:
         return canonical_device(value, current)
     except ArgumentError as exc:
         strategies = f", nor a strategy ({', '.join(STRATEGIES)})" if is_all else ""
         reason, mark, hint = str(exc).partition("; did you mean")
         hint = f"{mark}{hint}" or nearest(str(value), STRATEGIES)
-        raise DeviceMapMalformed(f"{reason}{strategies}{hint}") from None
+        raise ArgumentError(f"device_map: {reason}{strategies}{hint}") from None
 
 
 def pipeline_of(components: Sequence[Component]) -> Module:
@@ -140,8 +140,8 @@ def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> De
         components: of the pipeline.
 
     Raises:
-        UnknownComponent, UnknownModule: a key matches nothing; the message lists the names.
-        DeviceMapMalformed: a module gets no device; or several devices for a module that must stay
+        UnknownComponent, ArgumentError: a key matches nothing; the message lists the names.
+        ArgumentError: a module gets no device; or several devices for a module that must stay
             whole, or for modules that share a tensor.
     """
     pipeline = pipeline_of(components)
@@ -151,8 +151,8 @@ def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> De
     spread = dict(_spread(pipeline, "", 0, keys, None))
     devices = {path: device for path, device in spread.items() if device is not None}
     if len(devices) < len(spread):
-        raise DeviceMapMalformed(
-            f"it says nothing of {_list(_largest_missing(pipeline, '', devices))}; "
+        raise ArgumentError(
+            f"device_map: it says nothing of {_list(_largest_missing(pipeline, '', devices))}; "
             'a default is {"": "cpu"}'
         )
     _require_ties(devices, components)
@@ -208,7 +208,7 @@ def _spread(
 def _require_undivided(
     module: Module, path: str, depth: int, keys: Sequence[_Key], device: str | None
 ) -> None:
-    """Raise DeviceMapMalformed if keys give another device to a part of a whole module."""
+    """Raise ArgumentError if keys give another device to a part of a whole module."""
     inside = dict(_spread_inside(module, path, depth, keys, device)) if keys else {}
     for unit, other in inside.items():
         if other == device:
@@ -219,9 +219,9 @@ def _require_undivided(
             above = ".".join(names[:count])
             own = {where for key, where in inside.items() if f"{key}.".startswith(f"{above}.")}
             part = above if own == {other} else part
-        raise DeviceMapMalformed(
-            f"{path} must stay whole, but {part} would be on {other or 'no device'} and the rest "
-            f"of it on {device or 'none'}; give {path} one device"
+        raise ArgumentError(
+            f"device_map: {path} must stay whole, but {part} would be on {other or 'no device'} "
+            f"and the rest of it on {device or 'none'}; give {path} one device"
         )
 
 
@@ -239,7 +239,7 @@ def _spread_inside(
 
 
 def _require_match(key: _Key, pipeline: Module, components: Sequence[Component]) -> None:
-    """Raise UnknownComponent or UnknownModule if a key matches no module.
+    """Raise UnknownComponent or ArgumentError if a key matches no module.
 
     The error lists the names where the key stops matching.
     """
@@ -250,19 +250,30 @@ def _require_match(key: _Key, pipeline: Module, components: Sequence[Component])
         if not matching:
             known = list(dict.fromkeys(child.name for _, child in children))
             if depth == 0 and components[0].name:
-                raise UnknownComponent(name, "the pipeline", known)
-            raise UnknownModule(key.path, ".".join(key.names[:depth]), name, known)
+                raise UnknownComponent(
+                    f"the pipeline has no component {name!r}; it has {', '.join(known)}"
+                    f"{nearest(name, known)}",
+                    name=name,
+                )
+            above = ".".join(key.names[:depth]) or "the model"
+            there = f"it has {listed(known)}" if known else "it cannot be divided"
+            raise ArgumentError(
+                f"device_map names {key.path!r}, but {above} has no module {name!r}; "
+                f"{there}{nearest(name, known)}"
+            )
         found = matching
 
 
 def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
-    """Raise DeviceMapMalformed if modules that share a tensor are on several devices."""
+    """Raise ArgumentError if modules that share a tensor are on several devices."""
     for component in components:
         for tie in component.ties:
             homes = {unit: devices[unit] for unit in tied_units(component, tie)}
             if len(set(homes.values())) > 1:
                 places = ", ".join(f"{path} on {device}" for path, device in homes.items())
-                raise DeviceMapMalformed(f"these share a tensor and need one device: {places}")
+                raise ArgumentError(
+                    f"device_map: these share a tensor and need one device: {places}"
+                )
 
 
 def tied_units(component: Component, tie: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._runtimes import kinds
 from shmload._settings import parse_nbytes, settings
 from shmload._wording import nearest
-from shmload.errors import ArgumentError, DeviceMissing
+from shmload.errors import ArgumentError
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
@@ -192,12 +192,12 @@ def limit_inventory(
 
     Raises:
         ArgumentError: `max_memory` cannot be read; as `parse_max_memory`.
-        DeviceMissing: it names an accelerator that the inventory does not have.
+        ArgumentError: it names an accelerator that the inventory does not have.
     """
     limits = parse_max_memory(max_memory, inventory.current if inventory else USUAL)
     for name in limits:
         if inventory and name not in (CPU, DISK) and inventory.find(name) is None:
-            raise DeviceMissing(name, inventory.names, argument="max_memory")
+            raise device_missing(name, inventory.names, argument="max_memory")
     return (inventory or Inventory(devices=())).with_devices(
         _device(name, nbytes) for name, nbytes in limits.items()
     )
@@ -239,7 +239,7 @@ def choose_inventory(
 
     Raises:
         ArgumentError: one of them cannot be read.
-        DeviceMissing: `max_memory` names an accelerator that is not there.
+        ArgumentError: `max_memory` names an accelerator that is not there.
     """
     if isinstance(inventory, str):
         inventory = parse_inventory(inventory)
@@ -332,3 +332,20 @@ def _nbytes(size: object, usual: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise ArgumentError(f"{size!r} is not the size of a device; write {usual}")
+
+
+def device_missing(
+    device: str, devices: Sequence[str], argument: str = "device_map"
+) -> ArgumentError:
+    """Return the error for a device that is not there.
+
+    Args:
+        device: such as `cuda:0`.
+        devices: those that there are.
+        argument: the one that names it.
+    """
+    return ArgumentError(
+        f"{argument}: it names {device}, and the devices are {', '.join(devices)}; take one of "
+        "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
+        device=device,
+    )

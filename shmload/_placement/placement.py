@@ -21,7 +21,7 @@ from shmload._placement.strategies import WHOLE_STRATEGIES, place_auto, rooms_of
 from shmload._placement.table import WAITING, DeviceUse, TableRow, placement_page, table_rows
 from shmload._tables import Page, Printable
 from shmload._wording import format_nbytes
-from shmload.errors import DeviceMapMalformed, DoesNotFit
+from shmload.errors import ArgumentError, DoesNotFit
 
 
 class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +62,10 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
             be filled.
 
     Raises:
-        UnknownComponent, UnknownModule: the map names a module that does not exist.
-        DeviceMapMalformed: the map cannot be understood, is incomplete, or divides a module that
+        UnknownComponent, ArgumentError: the map names a module that does not exist.
+        ArgumentError: the map cannot be understood, is incomplete, or divides a module that
             must stay whole.
-        DeviceMissing: the map names a device that is not there.
+        ArgumentError: the map names a device that is not there.
         DoesNotFit: a device would hold more than its limit; the message has a map that fits.
     """
     chosen = parse_device_map(device_map, inventory)
@@ -200,15 +200,15 @@ def _execution_device(units: Sequence[tuple[Module, str]], free: Mapping[str, in
 
 
 def _require_one_way(name: str, homes: Collection[str], execution: str) -> None:
-    """Raise DeviceMapMalformed where weights wait on a disk and the CPU computes with others.
+    """Raise ArgumentError where weights wait on a disk and the CPU computes with others.
 
     Accelerate's hooks know the CPU of such a model only as the place where weights wait.
     """
     if execution != CPU and CPU in homes and DISK in homes:
-        raise DeviceMapMalformed(
-            f"{name or 'the model'} cannot compute some modules on the cpu and others on "
-            f"{execution} while weights wait on a disk; write 'offload' instead of 'cpu' for its "
-            "modules"
+        raise ArgumentError(
+            f"device_map: {name or 'the model'} cannot compute some modules on the cpu and others "
+            f"on {execution} while weights wait on a disk; write 'offload' instead of 'cpu' for "
+            "its modules"
         )
 
 

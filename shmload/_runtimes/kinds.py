@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmload._compat import added_device_kind
 from shmload._settings import local_rank
-from shmload.errors import ArgumentError, DeviceUnsupported
+from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ def runtime_of(device: "torch.device") -> "Runtime":
 
     Raises:
         ArgumentError: shmload copies to no device of this kind.
-        DeviceUnsupported: torch lacks something for it; or it needs no copies.
+        ArgumentError: torch lacks something for it; or it needs no copies.
     """
     import torch
 
@@ -111,10 +111,12 @@ def runtime_of(device: "torch.device") -> "Runtime":
         raise ArgumentError(f"shmload copies to {', '.join(KINDS)}, and not to {device}")
     runtime = _import_runtime(device.type)
     if runtime is None:
-        raise DeviceUnsupported(
-            str(device),
-            "it uses the memory of the host, so weights need no copy through a ring",
-            f"omit device_map and call .to({device.type!r}) on the pipeline",
+        raise ArgumentError(
+            f"shmload cannot copy weights to {device}: it uses the memory of the host, so weights "
+            f"need no copy through a ring; omit device_map and call .to({device.type!r}) on the "
+            "pipeline",
+            device=str(device),
+            lacks="",
         )
     return runtime(torch.device(device.type, device.index or 0))
 

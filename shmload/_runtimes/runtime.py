@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from shmload._wording import logger_of
-from shmload.errors import DeviceUnsupported
+from shmload.errors import ArgumentError
 
 logger = logger_of(__name__)
 
@@ -35,7 +35,7 @@ class Runtime:
         device: with its index.
 
     Raises:
-        DeviceUnsupported: torch lacks something for it; the error names it.
+        ArgumentError: torch lacks something for it; the error names it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,7 +177,7 @@ def require_streams(device: torch.device) -> None:
     """Check that torch has streams and events for a device.
 
     Raises:
-        DeviceUnsupported: it does not.
+        ArgumentError: it does not.
     """
     for holder, name, since in (
         (torch, "torch.accelerator", "2.6"),
@@ -195,9 +195,13 @@ def require_streams(device: torch.device) -> None:
             raise _unsupported(device, name, reason, remedy) from exc
 
 
-def _unsupported(device: torch.device, lacks: str, reason: str, remedy: str) -> DeviceUnsupported:
-    remedy += f"; or omit device_map and call .to({device.type!r}) on the pipeline"
-    return DeviceUnsupported(str(device), reason, remedy, lacks)
+def _unsupported(device: torch.device, lacks: str, reason: str, remedy: str) -> ArgumentError:
+    return ArgumentError(
+        f"shmload cannot copy weights to {device}: {reason}; {remedy}; or omit device_map and call "
+        f".to({device.type!r}) on the pipeline",
+        device=str(device),
+        lacks=lacks,
+    )
 
 
 def name_of(device: torch.device) -> str:

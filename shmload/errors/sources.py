@@ -7,11 +7,11 @@ log, by way of an error's text.
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any
 
-from shmload._wording import format_nbytes, listed, nearest, nearest_name, printing
+from shmload._wording import format_nbytes, nearest_name, printing
 
 _Path = str | PathLike[str]
 
@@ -50,95 +50,18 @@ class ArgumentError(ShmloadError, ValueError):
     """An argument has a value that cannot work."""
 
 
-class UnknownArgument(ArgumentError, TypeError):
-    """A keyword argument is given that nothing takes."""
-
-    def __init__(self, name: str, functions: Sequence[str], known: Iterable[str]) -> None:
-        self.name = name
-        first, *others = functions
-        rest = f", nor has {' or '.join(others)}" if others else ""
-        super().__init__(f"{first} has no argument {name!r}{rest}{nearest(name, sorted(known))}")
-
-
 class UnknownDtype(ArgumentError):
     """A dtype name is not one that torch and safetensors share."""
 
-    def __init__(
-        self, dtype: object, known: Iterable[str], short_names: Iterable[str] = ()
-    ) -> None:
-        self.dtype = dtype
-        known = list(known)
-        hint = nearest(str(dtype).removeprefix("torch."), [*known, *short_names])
-        super().__init__(f"unknown dtype {dtype!r}; use one of {', '.join(known)}{hint}")
-
 
 class UnknownComponent(ArgumentError):
-    """A component is named that the pipeline does not have."""
-
-    def __init__(self, name: str, source: _Path, known: Iterable[str]) -> None:
-        self.name = name
-        known = sorted(known)
-        super().__init__(
-            f"{source} has no component {name!r}; it has {', '.join(known)}{nearest(name, known)}"
-        )
-
-
-class UnknownModule(ArgumentError):
-    """A device map names a module that its component does not have.
+    """A component is named that the pipeline does not have.
 
     Attributes:
-        path: the path in the device map.
-        known: the modules that exist at that place.
+        name: the component.
     """
 
-    def __init__(self, path: str, above: str, name: str, known: Sequence[str]) -> None:
-        self.path = path
-        self.known = tuple(known)
-        where = above or "the model"
-        there = f"it has {listed(known)}" if known else "it cannot be divided"
-        super().__init__(
-            f"device_map names {path!r}, but {where} has no module {name!r}; "
-            f"{there}{nearest(name, known)}"
-        )
-
-
-class DeviceMapMalformed(ArgumentError):
-    """A device map cannot be read, or cannot work."""
-
-    def __init__(self, reason: str, argument: str = "device_map") -> None:
-        super().__init__(f"{argument}: {reason}")
-
-
-class DeviceMissing(DeviceMapMalformed):
-    """A device map, or `max_memory`, names a device that is not there.
-
-    Attributes:
-        device: the device, such as `cuda:0`.
-        devices: the devices that there are.
-    """
-
-    def __init__(self, device: str, devices: Sequence[str], argument: str = "device_map") -> None:
-        self.device = device
-        self.devices = tuple(devices)
-        super().__init__(
-            f"it names {device}, and the devices are {', '.join(devices)}; take one of "
-            "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
-            argument,
-        )
-
-
-class DeviceUnsupported(ArgumentError):
-    """Weights cannot be copied to a kind of device.
-
-    Attributes:
-        device: the device, such as `npu:0`.
-        lacks: what is missing for it, such as `torch.Stream`; empty if it takes no copies at all.
-    """
-
-    def __init__(self, device: str, reason: str, remedy: str, lacks: str = "") -> None:
-        self.device = device
-        self.lacks = lacks
-        super().__init__(f"shmload cannot copy weights to {device}: {reason}; {remedy}")
+    name: str
 
 
 class SourceNotFound(ShmloadError, FileNotFoundError):
@@ -328,34 +251,8 @@ class IndexMalformed(CheckpointError):
         super().__init__(f"{path}: {reason}; {remedy}")
 
 
-class LibraryTooOld(ShmloadError, ImportError):
-    """An installed library is too old: it lacks a function that shmload needs."""
-
-    def __init__(self, library: str, version: str, wanted: str, reason: str) -> None:
-        self.library = library
-        self.version = version
-        self.wanted = wanted
-        super().__init__(
-            f"{library} {version} has no {reason}; install {library} {wanted} or later"
-        )
-
-
-class LibraryMissing(ShmloadError, ImportError):
-    """A class needs packages that are not installed.
-
-    Attributes:
-        class_name: the class.
-        packages: what pip calls the packages.
-    """
-
-    def __init__(self, class_name: str, packages: Sequence[str]) -> None:
-        self.class_name = class_name
-        self.packages = tuple(packages)
-        verb = "is" if len(packages) == 1 else "are"
-        super().__init__(
-            f"{class_name} needs {', '.join(packages)}, which {verb} not installed; "
-            f"`pip install {' '.join(packages)}`"
-        )
+class LibraryError(ShmloadError, ImportError):
+    """A library is not installed, is too old, or is unusable in this process."""
 
 
 @contextlib.contextmanager
@@ -370,44 +267,13 @@ def needing(package: str, user: str, install: str) -> Iterator[None]:
         install: what pip calls it.
 
     Raises:
-        LibraryMissing: it is not installed.
+        LibraryError: it is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as exc:
         if exc.name != package:
             raise
-        raise LibraryMissing(user, [install]) from exc
-
-
-class ImportCutShort(ShmloadError, ImportError):
-    """The import of a library ended halfway in this process, which cannot import it again.
-
-    Attributes:
-        package: what is only half there.
-    """
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-        super().__init__(
-            f"an import of {package} ended halfway in this process, by its own error or by Ctrl-C, "
-            "and cannot be repeated; restart the process (in a notebook, the kernel)"
-        )
-
-
-class LibrariesDisturbed(ShmloadError, RuntimeError):
-    """Another thread of this process makes torch build models without weights.
-
-    Attributes:
-        given: the source, as it was given.
-    """
-
-    def __init__(self, given: str) -> None:
-        self.given = given
-        super().__init__(
-            f"{given}: its models were built without weights, because another thread of this "
-            "process is in accelerate's init_empty_weights, as in load_lora_weights or "
-            "from_pretrained, or two threads were in it at once, which leaves torch changed; "
-            "hold one lock around all loads and load_lora_weights; if this error stays, restart "
-            "the process"
-        )
+        raise LibraryError(
+            f"{user} needs {install}, which is not installed; `pip install {install}`"
+        ) from exc

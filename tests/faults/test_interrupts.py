@@ -163,7 +163,7 @@ def test_load_after_an_interrupted_import_says_to_restart(
     assert process.expect("GOT") == "KeyboardInterrupt False"
     said = [process.expect("GOT") for _ in range(5)]
     # A file of weights has no class: it needs no library.
-    assert said == ["ImportCutShort True"] * 4 + ["nothing"]
+    assert said == ["LibraryError True"] * 4 + ["nothing"]
 
 
 @pytest.mark.slow
@@ -175,9 +175,9 @@ def test_load_after_an_interrupted_import_of_accelerate_says_to_restart(
     program = CUT_SHORT.replace("torch.autograd", "accelerate.hooks")
     process = new_child(program, saved("flux"), tmp_path)
     assert process.expect("GOT") == "KeyboardInterrupt False"
-    assert [process.expect("GOT") for _ in range(2)] == ["ImportCutShort True"] * 2
+    assert [process.expect("GOT") for _ in range(2)] == ["LibraryError True"] * 2
     process.expect("GOT")
-    assert process.expect("GOT") == "ImportCutShort True"  # warm
+    assert process.expect("GOT") == "LibraryError True"  # warm
 
 
 def test_error_beside_a_library_that_can_be_imported_again_is_itself(monkeypatch):
@@ -186,7 +186,7 @@ def test_error_beside_a_library_that_can_be_imported_again_is_itself(monkeypatch
         with pytest.raises(type(error), match="mine"), whole_libraries():
             raise error
     half = "cannot import name 'a' from partially initialized module '{}' (most likely due to a)"
-    with pytest.raises(shmload.ImportCutShort, match=r"transformers\.odd"), whole_libraries():
+    with pytest.raises(shmload.LibraryError, match=r"transformers\.odd"), whole_libraries():
         raise RuntimeError("Failed to import") from ImportError(half.format("transformers.odd.b"))
     for text in ("no such thing", half.format("diffusers.odd")):
         with pytest.raises(ImportError, match=text[:9]) as caught, whole_libraries():

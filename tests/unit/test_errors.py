@@ -12,13 +12,9 @@ from shmload import errors
 
 ERRORS = [
     shmload.ItemFailed("item 3 failed", index=3, endings=("SIGKILL",)),
-    shmload.UnknownArgument("kept", ["load_pipeline", "from_pretrained"], ["keep"]),
-    shmload.UnknownDtype("int3", ["int8"]),
-    shmload.UnknownModule("a.b", "a", "b", ["c"]),
-    shmload.DeviceMissing("cuda:0", ["cpu"]),
-    shmload.DeviceUnsupported("npu:0", "torch lacks torch.npu", "import torch_npu", "torch.npu"),
-    shmload.ImportCutShort("torch"),
-    shmload.LibrariesDisturbed("sd15"),
+    shmload.ArgumentError("it cannot be copied to", device="npu:0", lacks="torch.npu"),
+    shmload.UnknownComponent("there is none", name="vea"),
+    shmload.LibraryError("it is not installed"),
     shmload.SourceNotFound("there", "no such file"),
     shmload.ShardTruncated(Path("a.safetensors"), 8, 4),
     shmload.ShardUnreadable("a.safetensors", "Input/output error", 5),

@@ -25,7 +25,7 @@ from shmload._ipc import procs
 from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload._wording import format_nbytes
-from shmload.errors import LibraryMissing, ProtocolError
+from shmload.errors import LibraryError, ProtocolError
 
 # To be increased when files are described in another way.
 _VERSION = 1
@@ -55,7 +55,7 @@ def read_described(fd: int, module: str, package: str) -> Header:
     Raises:
         NotDescribed: the library refuses the file or has ended, or the tensors that it names are
             not inside the file, or share far more bytes than it has.
-        LibraryMissing: the library is not installed.
+        LibraryError: the library is not installed.
     """
     (answer,) = describe_all([fd], module, package)
     if isinstance(answer, Refused):
@@ -83,12 +83,15 @@ def describe_all(fds: Sequence[int], module: str, package: str) -> list[Answer]:
         package: as for `read_described`.
 
     Raises:
-        LibraryMissing: the library is not installed.
+        LibraryError: the library is not installed.
     """
     try:
         library = f"{package} {version(package)}"
     except PackageNotFoundError as exc:
-        raise LibraryMissing(f"a file of {package}", [f"shmload[{package}]"]) from exc
+        raise LibraryError(
+            f"a file of {package} needs shmload[{package}], which is not installed; `pip install "
+            f"shmload[{package}]`"
+        ) from exc
     answers: list[Answer] = []
     with contextlib.ExitStack() as ending:
         process = None

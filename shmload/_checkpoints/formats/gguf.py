@@ -25,7 +25,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         path: what errors call it.
 
     Raises:
-        LibraryMissing: the gguf package is not installed.
+        LibraryError: the gguf package is not installed.
         ShardMalformed: the package refuses it.
         ShardUnreadable: the kernel reports an error.
     """
@@ -44,7 +44,7 @@ def _dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any
         path: of the file, for errors.
 
     Raises:
-        LibraryMissing: the package is not installed.
+        LibraryError: the package is not installed.
         NotImplementedError: it does not dequantise the kind.
     """
     with needing("gguf", f"dequantising {path}", _INSTALL):
@@ -63,7 +63,7 @@ def _parameter(spec: TensorSpec, blocks: Any, path: str | os.PathLike[str]) -> A
     """Return what diffusers' `load_gguf_checkpoint` makes of a tensor.
 
     Raises:
-        LibraryMissing: diffusers needs the gguf package for it.
+        LibraryError: diffusers needs the gguf package for it.
         ValueError: as there, of a kind that it does not know.
     """
     with needing("gguf", f"a quantised model of {path}", _INSTALL):

@@ -34,7 +34,9 @@ def test_both_names_are_refused_before_the_source_is_looked_at(door):
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_mistyped_name_is_refused_with_the_nearest(door, saved):
-    with pytest.raises(TypeError, match=r"has no argument 'dtpye'.*; did you mean 'dtype'\?"):
+    with pytest.raises(
+        shmload.ArgumentError, match=r"has no argument 'dtpye'.*; did you mean 'dtype'\?"
+    ):
         door(saved("stable-diffusion"), dtpye="bfloat16")
 
 

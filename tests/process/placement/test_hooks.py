@@ -232,7 +232,7 @@ def test_cpu_leaves_a_module_as_it_is(encoder):
 
 def test_unknown_module_is_named():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(shmload.UnknownModule, match="2"):
+    with pytest.raises(shmload.ArgumentError, match="2"):
         shmload.to_device(module, {"": "cpu", "2": "meta"})
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import block, blocks, components, flux, leaf, model
 
-from shmload import DeviceMapMalformed, UnknownComponent, UnknownModule
+from shmload import ArgumentError, UnknownComponent
 from shmload._placement.device_map import expand, parse_device_map
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.modules import Component, parent_of
@@ -99,15 +99,14 @@ def test_unknown_component_is_told_the_known_ones_and_the_nearest():
 
 
 def test_unknown_module_is_told_the_known_ones_and_the_nearest():
-    with pytest.raises(UnknownModule) as caught:
+    with pytest.raises(ArgumentError) as caught:
         _devices({"": 0, "transformer.transformer_block.0": 1})
-    assert caught.value.known[2] == "transformer_blocks"
     assert "did you mean 'transformer_blocks'?" in str(caught.value)
-    with pytest.raises(UnknownModule, match=r"transformer_blocks has no module '4'; it has 0 to 3"):
+    with pytest.raises(ArgumentError, match=r"transformer_blocks has no module '4'; it has 0 to 3"):
         _devices({"": 0, "transformer": {"transformer_blocks.4": 1}})
-    with pytest.raises(UnknownModule, match=r"vae.decoder has no module 'x'; it cannot be divided"):
+    with pytest.raises(ArgumentError, match=r"vae.decoder has no module 'x'; it cannot be divided"):
         _devices({"": 0, "vae.decoder.x": 1})
-    with pytest.raises(UnknownModule, match="the model has no module 'y'; it has x"):
+    with pytest.raises(ArgumentError, match="the model has no module 'y'; it has x"):
         _devices({"y": 0}, (model("", leaf("x")),))
 
 
@@ -139,7 +138,7 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest():
     ],
 )
 def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):
-    with pytest.raises(DeviceMapMalformed, match=reason) as caught:
+    with pytest.raises(ArgumentError, match=reason) as caught:
         _devices(device_map)
     assert isinstance(caught.value, ValueError)
 
@@ -147,9 +146,9 @@ def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):
 def test_whole_module_with_modules_inside_its_submodules_is_not_cut():
     inner = parent_of("ff", (leaf("in"), leaf("out")))
     outer = parent_of("outer", (leaf("attn"), inner), is_whole=True)
-    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff\.out "):
+    with pytest.raises(ArgumentError, match=r"outer must stay whole, but outer\.ff\.out "):
         _devices({"": 0, "outer.ff.out": 1}, (model("", outer),))
-    with pytest.raises(DeviceMapMalformed, match=r"outer must stay whole, but outer\.ff would be"):
+    with pytest.raises(ArgumentError, match=r"outer must stay whole, but outer\.ff would be"):
         _devices({"": 0, "outer.ff": 1}, (model("", outer),))
     assert _devices({"": 0}, (model("", outer),)) == {"outer": "cuda:0"}
 

@@ -14,7 +14,7 @@ from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata
-from shmload.errors import KindNotDequantised, LibraryMissing
+from shmload.errors import KindNotDequantised, LibraryError
 from shmload.workers.convert import make_converter
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
@@ -147,7 +147,7 @@ def test_package_that_is_not_installed_is_named(monkeypatch):
     finally:
         os.close(fd)
     require_dequantised("a.gguf", header.tensors[1:], Rule(target="BF16"))
-    with pytest.raises(LibraryMissing, match=r"a\.gguf needs shmload.gguf..*pip install shmload"):
+    with pytest.raises(LibraryError, match=r"a\.gguf needs shmload.gguf..*pip install shmload"):
         require_dequantised("a.gguf", header.tensors, Rule(target="BF16"))
 
 
