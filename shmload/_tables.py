@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table as DrawnTable
 
-# Columns of such texts are never folded, in letters.
-_SHORT = 14
+# In letters: columns of such texts are never folded, and no column is folded to less than this. A
+# table that needs more than a narrow terminal has is as wide as it must be.
+_SHORT, _LEAST = 14, 12
 # In columns: more than any row has.
 _UNBOUNDED = 1 << 16
 
@@ -52,6 +53,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
                 title,
                 justify="right" if column in self.right else "left",
                 no_wrap=all(len(row[column]) <= _SHORT for row in rows),
+                min_width=min(_LEAST, max((len(row[column]) for row in rows), default=0)),
                 overflow="fold",
             )
         for row in rows:

@@ -67,16 +67,9 @@ def logger_of(name: str) -> "logging.Logger":
 
 
 def _escape_record(record: "logging.LogRecord") -> bool:
-    """Escape what does not print in a record's texts, before a handler of any kind has it."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(map(_escape_argument, record.args))
-    record.msg = _escape_argument(record.msg)
+    """Escape what does not print in a record's text, before a handler of any kind has it."""
+    record.msg, record.args = printing(record.getMessage()), None
     return True
-
-
-def _escape_argument(value: object) -> object:
-    text = str(value)
-    return value if text.isprintable() else printing(text)
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str | None:
