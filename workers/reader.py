@@ -25,9 +25,16 @@ from shmload.workers.messages import Reason
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-    from shmload.workers.ranges import RangeReader
 
 _PAGE_NBYTES = mmap.PAGESIZE
+REQUESTS = 4
+"""Requests to a server that one worker makes at a time."""
+RANGE_NBYTES = 8 << 20
+"""Size of the largest range that one requests, in bytes."""
+# To read a gap of this size takes less time than another request.
+_MOST_GAP_NBYTES = 256 << 10
+# While it waits, a worker says that it lives, and finds out whether its coordinator does.
+_SIGN_OF_LIFE_S = 1.0
 
 Views = Generator[memoryview, None, None]
 
@@ -174,16 +181,12 @@ class Reader:
     def __init__(self) -> None:
         self._buffers: list[memoryview] = []
         self._threads: ThreadPoolExecutor | None = None
-        self._ranges: RangeReader | None = None
 
     def close(self) -> None:
         """End the threads; a second call is fine."""
         if self._threads:
             self._threads.shutdown()
             self._threads = None
-        if self._ranges:
-            self._ranges.close()
-            self._ranges = None
 
     def read(
         self,
@@ -231,11 +234,26 @@ class Reader:
         self, pointed: RemoteObject, spans: Sequence[Span], wait_longer: Callable[[], None]
     ) -> Views:
         # Not at the top: most shards are files.
-        from shmload.workers.ranges import RangeReader
+        from shmload._checkpoints.objects import fetch
 
-        self._ranges = self._ranges or RangeReader()
+        def wait_for(future: "Future[Any]") -> memoryview:
+            while True:
+                try:
+                    return memoryview(future.result(_SIGN_OF_LIFE_S))
+                except TimeoutError:
+                    if future.done():
+                        raise
+                    wait_longer()
+
+        threads = self._start_threads()
+        groups = join(spans, is_one_range)
         try:
-            yield from self._ranges.read(pointed, spans, wait_longer)
+            yield from read_in_order(
+                groups,
+                lambda group: threads.submit(fetch, pointed, group.begin, group.end),
+                REQUESTS,
+                wait_for,
+            )
         except (ObjectChanged, ObjectMissing) as exc:
             raise FillError(Reason.CHANGED, str(exc)) from exc
         except FetchError as exc:
@@ -262,6 +280,12 @@ def _is_one_read(first: Span, end: int, span: Span) -> bool:
     # An element that lies across the boundary comes with those before it.
     fits = span.end - first.offset <= READ_NBYTES + _PAGE_NBYTES
     return span.offset >= end and is_near and fits
+
+
+def is_one_range(first: Span, end: int, span: Span) -> bool:
+    """Join spans that follow one another, with small gaps, into ranges of an object."""
+    is_near = end <= span.offset <= end + _MOST_GAP_NBYTES
+    return is_near and span.end - first.offset <= RANGE_NBYTES
 
 
 def _fetch(source: Source, buffer: memoryview, group: Group) -> memoryview:

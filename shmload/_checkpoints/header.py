@@ -133,11 +133,6 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """Has a library describe some files at once, before `read_header` is called for each."""
     blocks: Blocks | None = None
     """Of a format whose tensors may be quantised in blocks."""
-    header_end: Callable[[bytes], int] | None = None
-    """Tells from a file's first `HEAD_NBYTES` bytes where its header ends, in bytes.
-
-    Files in buckets and on web servers are read if their format has this.
-    """
     recognises: Callable[[bytes], bool]
     """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""
     read_header: Callable[[int, str | os.PathLike[str]], Header]

@@ -11,7 +11,7 @@ from shmload._host.private import belongs_here
 
 _HUB_BLOB = re.compile(r".*/blobs/([0-9a-f]{64})", re.DOTALL)
 # Whatever the cache is called: listings show segments of other caches, too.
-_MIRROR_BLOB = re.compile(r".*/remote/[0-9a-f]{20}/blobs/[0-9a-f]{64}", re.DOTALL)
+_MIRROR_BLOB = re.compile(r".*/remote/[0-9a-f]{20}/blobs/[0-9a-f]{32}", re.DOTALL)
 
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """The size of a file, in bytes. The limit keeps sums of many within 64 bits."""
@@ -57,7 +57,7 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     real = os.path.realpath(path)
     # Another user may have given any name to any bytes.
     if belongs_here(found) and _MIRROR_BLOB.fullmatch(real):
-        stamp = f"sha256={os.path.basename(real)}"
+        stamp = f"object={os.path.basename(real)}"
     else:
         _, *rest = Fingerprint.of(found)
         stamp = ".".join(map(str, rest))

@@ -14,14 +14,6 @@ _SCHEMES = ("s3", "gs", "az", "https", "http")
 
 MAGIC = b"shmload points to an object\n"
 """How a pointer begins: a file that holds an object's URL, size and tag, and none of its bytes."""
-FRONT = ".front"
-"""How the file beside a pointer ends that has the header of its object."""
-MOST_SMALL_NBYTES = 64 << 20
-"""Size of the largest object that is fetched as a whole; the largest tokenizers have 35 MB."""
-MOST_OBJECTS = 10_000
-"""Objects of a source."""
-REQUESTS = 8
-"""Requests for small things that are made at a time."""
 _MOST_LINE_NBYTES = 64 << 10
 
 
@@ -32,10 +24,6 @@ class RemoteObject(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     tag: str
     """Its ETag, or the time of its last change where the server has no ETag."""
-
-
-Found = dict[str, RemoteObject]
-"""Objects by their path below a source."""
 
 
 class FetchError(Exception):

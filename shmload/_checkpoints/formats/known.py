@@ -9,16 +9,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.pointer import pointers_to
+from shmload._checkpoints.formats.pointer import POINTER
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import Format, Header, read_head
 
 FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
-READ_REMOTELY = tuple(each for each in FORMATS if each.header_end)
-"""Those whose files are read from buckets and web servers."""
-POINTER = pointers_to(FORMATS)
 OF_SEGMENTS = SAFETENSORS
 """The format of what stands in for a file of any format."""
 

@@ -8,6 +8,7 @@ little-endian length, that many bytes of JSON, then the tensors' bytes.
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -52,8 +53,24 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
 
 
 def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
-    file_nbytes = os.fstat(fd).st_size
-    start = os.pread(fd, _LENGTH_NBYTES, 0)
+    return read_front(lambda nbytes, begin: os.pread(fd, nbytes, begin), os.fstat(fd).st_size, path)
+
+
+def read_front(
+    read: Callable[[int, int], bytes], file_nbytes: int, path: str | os.PathLike[str]
+) -> Header:
+    """Read and check the header of a file that is read by a function.
+
+    Args:
+        read: returns so many bytes from an offset, or fewer at the end of the file.
+        file_nbytes: size of the file.
+        path: what errors call it.
+
+    Raises:
+        ShardMalformed, ShardTruncated: as `read_header`.
+        Exception: of the function.
+    """
+    start = read(_LENGTH_NBYTES, 0)
     if len(start) < _LENGTH_NBYTES:
         raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
     length = int.from_bytes(start, "little")
@@ -61,7 +78,7 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         raise _malformed(path, f"its first 8 bytes claim a header of {length} bytes")
     if _LENGTH_NBYTES + length > file_nbytes:
         raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
-    raw = os.pread(fd, length, _LENGTH_NBYTES)
+    raw = read(length, _LENGTH_NBYTES)
     header = parse_header(raw, path)
     wanted = header.data_offset + (header.tensors[-1].end if header.tensors else 0)
     if file_nbytes < wanted:
@@ -155,12 +172,8 @@ def _spec(name: str, entry: _Entry) -> TensorSpec:
     return TensorSpec(name, entry.dtype, entry.shape, *entry.data_offsets)
 
 
-def _header_end(head: bytes) -> int:
-    return _LENGTH_NBYTES + int.from_bytes(head[:_LENGTH_NBYTES], "little")
-
-
 def _recognises(head: bytes) -> bool:
-    is_short = _header_end(head) <= _LENGTH_NBYTES + MAX_HEADER_NBYTES
+    is_short = int.from_bytes(head[:_LENGTH_NBYTES], "little") <= MAX_HEADER_NBYTES
     return is_short and head[_LENGTH_NBYTES:].startswith(b"{")
 
 
@@ -171,7 +184,6 @@ SAFETENSORS = Format(
     base_names={"diffusers": "diffusion_pytorch_model", "transformers": "model"},
     use_safetensors=True,
     can_be_linked=True,
-    header_end=_header_end,
     recognises=_recognises,
     read_header=read_header,
 )

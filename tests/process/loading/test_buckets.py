@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
-from shmload._checkpoints import objects, web_server
+from shmload._checkpoints import objects, servers
 from shmload._checkpoints.formats import known
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
@@ -32,14 +31,13 @@ URL = "s3://models/sd"
 def server(monkeypatch, configure, tmp_path, saved, evicts):
     """A server that has Stable Diffusion, as a bucket too; `url` is that of a web server."""
     configure(cache_dir=tmp_path / "cache", remote_timeout_s=9)
-    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
     with ObjectServer() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        objects._store.cache_clear()
+        objects._make_store.cache_clear()
         server.put_folder(saved("stable-diffusion"), "sd")
         yield server
-    objects._store.cache_clear()
+    objects._make_store.cache_clear()
 
 
 def assert_models_equal(got, wanted):
@@ -228,7 +226,7 @@ def test_workers_leave_a_killed_loader_although_the_server_stalls(server, config
 
 
 def test_nothing_there(server):
-    with pytest.raises(shmload.SourceNotFound, match="no object has a name"):
+    with pytest.raises(shmload.SourceNotFound, match="nothing is there that is read"):
         shmload.warm("s3://models/none")
     with pytest.raises(shmload.SourceNotFound, match="only safetensors are read"):
         shmload.warm("s3://models/model.gguf")
@@ -273,29 +271,12 @@ def test_pointer_that_took_the_place_of_an_own_one_is_not_followed(server, tmp_p
             known.POINTER.read_header(file.fileno(), path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give links away")
-def test_pointer_below_another_users_link_in_the_cache_is_not_followed(server, configure, tmp_path):
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    path = folder / "model.safetensors"
-    write_pointer(path, objects.describe(f"{URL}/vae/diffusion_pytorch_model.safetensors"))
-    (tmp_path / "shared").mkdir()
-    link = tmp_path / "shared" / "remote"
-    link.symlink_to(folder)
-    os.lchown(link, 1, 1)
-    configure(cache_dir=tmp_path / "shared", remote_timeout_s=9)
-    server.asked.clear()
-    with pytest.raises(shmload.ShardMalformed, match="another user's"):
-        shmload.load_state_dict(path)
-    assert not server.asked
-
-
 def test_without_obstore_the_package_is_named(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    objects.obstore.cache_clear()
+    objects._obstore.cache_clear()
     with pytest.raises(shmload.LibraryError, match=r"pip install .*shmload\[cloud\]"):
         shmload.warm(URL)
-    objects.obstore.cache_clear()
+    objects._obstore.cache_clear()
 
 
 @pytest.mark.parametrize("url", ["https://host/a?key=1", "http://example.org/a"])
@@ -342,24 +323,16 @@ def test_adapter_on_a_web_server(server, name, given):
 def test_damaged_index_on_a_web_server(server, content):
     name = "diffusion_pytorch_model.safetensors.index.json"
     server.objects[f"unet/{name}"] = content
-    with pytest.raises(shmload.IndexMalformed, match=f"{server.url}/unet/{name}"):
+    with pytest.raises(shmload.IndexMalformed, match=name):
         shmload.warm(f"{server.url}/unet")
 
 
-def test_index_that_is_too_large_is_not_fetched(server, monkeypatch):
-    monkeypatch.setattr(web_server, "MOST_SMALL_NBYTES", 1000)
-    server.objects["sd/model_index.json"] = b"{}" + b" " * 999
-    with pytest.raises(shmload.IndexMalformed, match="more than 1000 bytes"):
-        shmload.warm(f"{server.url}/sd")
-    assert "sd/model_index.json" not in server.asked
-
-
 def test_index_may_not_name_too_many_files(server, monkeypatch):
-    monkeypatch.setattr(web_server, "MOST_OBJECTS", 60)
+    monkeypatch.setattr(servers, "MOST_OBJECTS", 59)
     names = {f"t{number}": f"model-{number}.safetensors" for number in range(60)}
     index = json.dumps({"weight_map": names}).encode()
     server.objects["unet/model.safetensors.index.json"] = index
-    with pytest.raises(shmload.SourceNotFound, match="more than 60 files"):
+    with pytest.raises(shmload.SourceNotFound, match="more than 59 files"):
         shmload.warm(f"{server.url}/unet")
     assert len(server.told) < 60
 
@@ -372,8 +345,7 @@ def test_bytes_that_do_not_come_name_the_object_and_a_remedy(server, configure):
     assert str(caught.value).startswith(f"{URL}/vae/diffusion_pytorch_model.safetensors cannot be")
     assert "check the network and the credentials" in str(caught.value)
     assert "disk" not in str(caught.value)
-    tried = re.search(r"([0-9]+) times in [01] s; SHMLOAD_REMOTE_TIMEOUT_S sets", str(caught.value))
-    assert int(tried[1]) > 1
+    assert "SHMLOAD_REMOTE_TIMEOUT_S sets for how long" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -404,78 +376,35 @@ def test_mirror_that_is_in_use_does_not_change(server):
     assert mirror(offline) == second
 
 
-def test_what_no_list_has_had_for_a_day_is_removed(server):
-    weights = "sd/vae/diffusion_pytorch_model.safetensors"
-    old = mirror(Wanted(source=URL))
-    shmload.plan(URL)  # fetches headers
-    blob = (old / "vae/diffusion_pytorch_model.safetensors").resolve()
-    kept = (old / "vae/config.json").resolve()
-    front = blob.with_name(f"{blob.name}.front")
-    server.objects[weights] = server.objects[weights][:-4] + b"\0\0\x80?"
-    young = mirror(Wanted(source=URL))
-    assert old.exists()
-    assert front.exists()  # a load that has begun goes on
-    for path in (*blob.parent.iterdir(), *old.parent.parent.iterdir()):
-        os.utime(path, (0, 0))
-    server.objects["sd/new.json"] = b"{}"
-    new = mirror(Wanted(source=URL))
-    assert not old.exists()
-    assert not blob.exists()
-    assert not front.exists()
-    assert kept.exists()
-    assert young.exists()  # it was the last one until now
-    assert (new / "vae/diffusion_pytorch_model.safetensors").exists()
-
-
 def give_away(path):
     os.chown(path, 65534, 65534, follow_symlinks=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "harm"),
-    [
-        ("", lambda path: path.chmod(0o770)),
-        ("blobs", lambda path: path.chmod(0o707)),
-        ("trees", lambda path: path.chmod(0o770)),
-        ("", give_away),
-        ("blobs", give_away),
-        ("trees", give_away),
-        ("blobs/*", give_away),
-        ("blobs/*", lambda path: path.chmod(0o606)),
-        ("blobs/*", lambda path: os.truncate(path, 3)),
-        ("blobs/*", lambda path: path.unlink()),
-    ],
+    "harm", [lambda path: path.chmod(0o606), lambda path: os.truncate(path, 3)]
 )
-def test_mirror_that_others_could_have_written_is_made_anew(server, saved, what, harm):
-    if harm is give_away and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
-    shmload.load_pipeline(URL, dtype="bfloat16")
-    for path in list(mirror_home(URL).glob(what)) if what else [mirror_home(URL)]:
-        harm(path)
-    planted = set(mirror_home(URL).rglob("*.json"))
+def test_blob_that_others_could_have_written_or_that_is_cut_is_made_anew(server, harm):
+    root = mirror(Wanted(source=URL))
+    wanted = (root / "unet/config.json").read_bytes()
+    harm((root / "unet/config.json").resolve())
     server.asked.clear()
-    got = shmload.load_pipeline(URL, dtype="bfloat16")
-    assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
-    assert planted
-    assert server.asked["sd/unet/config.json"] == 1  # what was there is not believed
-    home = mirror_home(URL)
-    for path in (home, home / "blobs", home / "trees", *home.glob("blobs/*")):
-        found = path.stat()
-        assert (found.st_uid, found.st_mode & 0o077) == (os.geteuid(), 0)
+    assert (mirror(Wanted(source=URL)) / "unet/config.json").read_bytes() == wanted
+    assert dict(server.asked) == {"list": 1, "sd/unet/config.json": 1}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
-@pytest.mark.parametrize("what", ["", "blobs", "trees"])
-def test_mirror_of_another_user_is_not_taken_offline_either(server, what):
-    shmload.warm(URL)
+@pytest.mark.parametrize("what", ["", "blobs", "trees", "trees/*"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_mirror_of_another_user_is_not_taken(server, what, offline):
     pointer = mirror(Wanted(source=URL)) / "vae" / "diffusion_pytorch_model.safetensors"
-    give_away(mirror_home(URL) / what)
-    if what != "trees":
-        with pytest.raises(shmload.ShardMalformed, match="belongs to another user"):
+    for path in mirror_home(URL).glob(what) if what else [mirror_home(URL)]:
+        give_away(path)
+    if not what.startswith("trees"):
+        with pytest.raises(shmload.ShardMalformed, match="belongs to user"):
             shmload.load_state_dict(pointer)
-    with pytest.raises(shmload.SourceNotFound, match="local_files_only"):
-        shmload.plan(URL, local_files_only=True)
+    match = "local_files_only" if offline else "belongs to user .*; set SHMLOAD_CACHE_DIR"
+    with pytest.raises(shmload.SourceNotFound, match=match):
+        shmload.plan(URL, local_files_only=offline)
 
 
 def test_objects_that_stand_for_folders_are_left_out(server, saved):

@@ -15,7 +15,7 @@ def blob(tmp_path):
     """Make a file in a folder below the test's, under a digest as a name."""
 
     def make(folder):
-        path = tmp_path / folder / _SHA256
+        path = tmp_path / folder / (_SHA256[:32] if "remote" in folder else _SHA256)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"1234")
         return path
@@ -51,7 +51,7 @@ def test_blob_in_the_mirror_of_a_bucket_is_known_by_its_name(blob):
     path = blob(f"remote/{'0' * 20}/blobs")
     before = keys(path)
     os.utime(path)
-    assert keys(path) == before == (f"4:sha256={_SHA256}",) * 2
+    assert keys(path) == before == (f"4:object={_SHA256[:32]}",) * 2
 
 
 @pytest.mark.parametrize("folder", ["models--org--name/blobs", f"remote/{'0' * 20}/blobs"])

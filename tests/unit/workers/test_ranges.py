@@ -1,20 +1,18 @@
 """A worker fetches the ranges that a piece needs, in the order in which they are needed."""
 
-import asyncio
 import threading
 
 import pytest
-from object_server import ObjectServer
 
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
-from shmload.workers import ranges
-from shmload.workers.ranges import RANGE_NBYTES, RangeReader, is_one_range
-from shmload.workers.reader import Span, join
+from shmload.workers import reader as reader_module
+from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, Source, Span, is_one_range, join
 
 MB = 1 << 20
 CONTENT = bytes(range(251)) * 100_000
 OBJECT = RemoteObject(url="s3://b/model.safetensors", nbytes=len(CONTENT), tag="t")
+SOURCE = Source(-1, pointed=OBJECT)
 
 
 def whole(begin, nbytes):
@@ -45,87 +43,55 @@ def test_spans_are_joined(spans, wanted):
 def asked(monkeypatch):
     asked = []
 
-    async def fetch(wanted, begin, end):
+    def fetch(wanted, begin, end):
         asked.append((begin, end))
         return CONTENT[begin:end]
 
-    monkeypatch.setattr(ranges, "fetch_async", fetch)
+    monkeypatch.setattr(objects, "fetch", fetch)
     return asked
 
 
 @pytest.fixture
 def reader():
-    reader = RangeReader()
+    reader = Reader()
     yield reader
     reader.close()
 
 
 def test_bytes_come_in_the_order_of_the_spans(reader, asked):
     spans = [*whole(16, 20 * MB), Span(21 * MB, 400), Span(2, 8), Span(22 * MB, 100)]
-    found = [bytes(view) for view in reader.read(OBJECT, spans, lambda: None)]
+    found = [bytes(view) for view in reader.read(SOURCE, spans, lambda: None)]
     assert found == [CONTENT[offset : offset + nbytes] for offset, nbytes in spans]
     assert sorted(asked) == sorted((each.begin, each.end) for each in join(spans, is_one_range))
 
 
 def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
-    views = reader.read(OBJECT, whole(0, 22 * MB)[::-1], lambda: None)
+    views = reader.read(SOURCE, whole(0, 22 * MB)[::-1], lambda: None)
     next(views)
     views.close()
-    assert len(asked) <= ranges.REQUESTS + 1
-    assert [bytes(view) for view in reader.read(OBJECT, [Span(4, 10)], lambda: None)] == [
+    assert len(asked) <= reader_module.REQUESTS + 1
+    assert [bytes(view) for view in reader.read(SOURCE, [Span(4, 10)], lambda: None)] == [
         CONTENT[4:14]
     ]
 
 
 def test_error_of_a_request_is_raised(reader, monkeypatch):
-    async def fail(*_):
+    def fail(*_):
         raise FetchError("no")
 
-    monkeypatch.setattr(ranges, "fetch_async", fail)
-    with pytest.raises(FetchError, match="no"):
-        list(reader.read(OBJECT, [Span(0, 8)], lambda: None))
+    monkeypatch.setattr(objects, "fetch", fail)
+    with pytest.raises(FillError, match="no"):
+        list(reader.read(SOURCE, [Span(0, 8)], lambda: None))
 
 
 def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
     said = threading.Event()
 
-    async def fetch(wanted, begin, end):
-        assert await asyncio.to_thread(said.wait, 20)
+    def fetch(wanted, begin, end):
+        assert said.wait(20)
         return CONTENT[begin:end]
 
-    monkeypatch.setattr(ranges, "fetch_async", fetch)
-    monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.01)
-    (view,) = reader.read(OBJECT, [Span(0, 8)], said.set)
+    monkeypatch.setattr(objects, "fetch", fetch)
+    monkeypatch.setattr(reader_module, "_SIGN_OF_LIFE_S", 0.01)
+    (view,) = reader.read(SOURCE, [Span(0, 8)], said.set)
     assert bytes(view) == CONTENT[:8]
-
-
-class Interrupted(BaseException):
-    """What Ctrl-C does."""
-
-
-@pytest.mark.parametrize("trouble", ["stall", "503"])
-def test_end_does_not_wait_for_a_server(monkeypatch, trouble):
-    """It ends a request without an answer, and the pause before another one."""
-    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 20.0)
-    monkeypatch.setattr(ranges, "_SIGN_OF_LIFE_S", 0.1)
-    asked = threading.Event()
-
-    def interrupt():
-        assert asked.wait(20)
-        raise Interrupted
-
-    with ObjectServer() as server:
-        server.objects["model.safetensors"] = CONTENT
-        server.trouble = lambda *_: asked.set() or trouble
-        wanted = objects.describe(f"{server.url}/model.safetensors")
-        before = threading.active_count()
-        reader = RangeReader()
-        with pytest.raises(Interrupted):
-            list(reader.read(wanted, [Span(0, 8)], interrupt))
-        reader.close()
-        reader.close()
-        # The server still stalls: nothing has released it.
-        assert threading.active_count() - before <= server.asked.total()
-        assert "shmload-ranges" not in {each.name for each in threading.enumerate()}
-        assert not server.released.is_set()
-    objects._store.cache_clear()
