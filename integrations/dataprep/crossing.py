@@ -132,12 +132,12 @@ def load(parcel: Parcel, memory: Memory) -> Any:
     return pickle.loads(parcel.pickled, buffers=map(memory.get, parcel.places))
 
 
-def dump_whole(value: object) -> bytes:
-    """Pickle an object into one part; one that refuses raises a TypeError when it is unpickled."""
+def dump_whole(value: object) -> tuple[bytes, str]:
+    """Pickle an object with its buffers; return nothing, and why, if that is refused."""
     try:
-        return _pickle(value, None)
+        return _pickle(value, None), ""
     except Exception as exc:
-        return pickle.dumps(_Refusal(describe_error(exc)))
+        return b"", f"it cannot be sent to another process: {describe_error(exc)}"
 
 
 def dump_error(error: BaseException) -> Parcel:
@@ -203,15 +203,3 @@ def _make_tensor(dtype: str, shape: tuple[int, ...], content: Any) -> Any:
     if isinstance(content, bytes):
         content = bytearray(content)  # which can be written to
     return torch.frombuffer(content, dtype=getattr(torch, dtype)).reshape(shape)
-
-
-class _Refusal:
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _refuse, (self._reason,)
-
-
-def _refuse(reason: str) -> None:
-    raise TypeError(f"it cannot be sent to another process: {reason}")

@@ -26,7 +26,14 @@ from shmload.errors import ArgumentError, ResultsError
 from shmload.errors.sources import needing
 from shmload.integrations.dataprep.crossing import dump_whole
 from shmload.integrations.dataprep.pool import Task
-from shmload.integrations.dataprep.shards import FORMATS, Row, Shard, refused, write_whole
+from shmload.integrations.dataprep.shards import (
+    FORMATS,
+    Row,
+    Shard,
+    refused,
+    results_error,
+    write_whole,
+)
 
 _FACTS = "results.json"
 _INDEX = "index.jsonl"
@@ -83,7 +90,6 @@ class Folder:
         self.report = Report()
         self._format, self._size = format, shard_items
         self._facts = {**facts, "format": format, "shard_items": str(shard_items)}
-        self._digest = _digest(json.dumps(self._facts, sort_keys=True)).hex()
         self._keys: set[bytes] = set()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -95,10 +101,8 @@ class Folder:
             self._claim()
         except BlockingIOError as exc:
             self._file.close()
-            raise ResultsError(
-                f"another job writes to {self.path}; wait for its end, or give another folder",
-                folder=str(self.path),
-            ) from exc
+            reason = "is written by another job; wait for its end, or give another folder"
+            raise results_error(self.path, reason) from exc
         except BaseException:
             self._file.close()
             raise
@@ -113,9 +117,7 @@ class Folder:
         self,
         items: Iterable[Any],
         key: Callable[[Any], str] | None,
-        *,
         retry: bool,
-        raises: bool,
     ) -> Iterator[Task]:
         """Yield the shards that are to be done, and count all items in the report.
 
@@ -123,7 +125,6 @@ class Folder:
             items: of the job, in the same order each time.
             key: returns an item's key; None for its number as text of eight digits.
             retry: whether shards with failed items are done again.
-            raises: whether the error of an item ends its shard.
 
         Raises:
             ArgumentError: two items have the same key, or one has no text as key.
@@ -140,11 +141,11 @@ class Folder:
                 (self.path / _INDEX).unlink(missing_ok=True)
                 self.report.computed += len(part)
                 rows = [
-                    Row(place, dump_whole(item), name)
+                    Row(place, *dump_whole(item), name)
                     for (place, item), name in zip(part, keys, strict=True)
                 ]
                 path = str(self._path(number))
-                yield Task(rows, Shard(path, self._format, self._digest, raises))
+                yield Task(rows, Shard(path, self._format))
             else:
                 self.report.failed += len(errors)
         if self._path(self.report.shards).with_suffix(".json").exists():
@@ -173,11 +174,8 @@ class Folder:
         return self.path / f"shard-{number:05}"
 
     def _mismatch(self, reason: str) -> ResultsError:
-        return ResultsError(
-            f"{self.path} has the results of another job: {reason}; give another folder, or the "
-            "items and facts of before. Nothing was changed",
-            folder=str(self.path),
-        )
+        remedy = "give another folder, or the items and facts of before. Nothing was changed"
+        return results_error(self.path, f"has the results of another job: {reason}; {remedy}")
 
     def _claim(self) -> None:
         """Compare the facts with those of the folder, or write them if it has no results."""
@@ -198,7 +196,7 @@ class Folder:
         name = key(item)
         if not isinstance(name, str) or name != name.encode(errors="replace").decode():
             raise ArgumentError(f"the key of item {number} is {name!r}; give text that UTF-8 has")
-        digest = _digest(name)  # 16 bytes, however long the key is
+        digest = blake2b(name.encode(), digest_size=16).digest()  # however long the key is
         if digest in self._keys:
             raise ArgumentError(
                 f"item {number} has the key {name!r}, as an item before it; give each its own",
@@ -218,14 +216,8 @@ class Folder:
         there: list[str] = listed["keys"]
         if there != keys[: len(there)]:
             raise self._mismatch(f"{path.name} lists other items")
-        # A process of a job with other facts, which was killed, may have written a last list.
-        is_whole = listed["facts"] == self._digest and len(there) == len(keys)
         errors: dict[str, str] = listed["errors"]
-        return errors if is_whole else None
-
-
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=16).digest()
+        return errors if len(there) == len(keys) else None
 
 
 class Results(Sequence[Any]):
@@ -259,10 +251,8 @@ class Results(Sequence[Any]):
                     else:
                         self._shards[line["key"]] = line["shard"]
         except FileNotFoundError as exc:
-            raise ResultsError(
-                f"{self.folder} has no index of results; run the job that writes it to its end",
-                folder=str(self.folder),
-            ) from exc
+            reason = "has no index of results; run the job that writes it to its end"
+            raise results_error(self.folder, reason) from exc
         self.keys = list(self._shards)
 
     def __len__(self) -> int:
@@ -287,11 +277,8 @@ class Results(Sequence[Any]):
             raise KeyError(f"{key!r} failed: {self.errors[key]}")
         path = self.folder / f"{self._shards[key]}.safetensors"
         if self._format != "safetensors":
-            raise ResultsError(
-                f"{self.folder} has the format {self._format}; read its shards with that library, "
-                "as docs/dataprep.md shows",
-                folder=str(self.folder),
-            )
+            remedy = "read its shards with that library, as docs/dataprep.md shows"
+            raise results_error(self.folder, f"has the format {self._format}; {remedy}")
         try:
             shard, names = _opened(path, path.stat().st_mtime_ns)
             return {name.rpartition("/")[2]: shard.get_tensor(name) for name in names.get(key, ())}

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import operator
 import os
-import pickle
 import sys
 import weakref
 from collections.abc import (
@@ -38,8 +37,6 @@ Errors = Literal["raise", "pass"]
 
 _HELD = 16
 """So many results of each process wait for an earlier one."""
-_LINE = "{percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]\n"
-_FIRST_LINE_S = 10.0
 
 
 class Job:
@@ -84,9 +81,8 @@ class Job:
         timeout_s: float | None = 3600.0,
         **source_kwargs: Any,
     ) -> None:
-        for name, value, least in (("procs", procs, 0), ("threads", threads, 1)):
-            if value < least:
-                raise ArgumentError(f"{name} is {value}; it must be {least} or more")
+        if procs < 0 or threads < 1:
+            raise ArgumentError(f"procs is {procs}, threads is {threads}; give 0 and 1 or more")
         given = source_kwargs | {"components": components, "dtype": dtype}
         own = None
         if source is not None and not isinstance(source, Handle):
@@ -142,8 +138,7 @@ class Job:
             ordered: yield results in the order of the items, or else as they come.
             errors: `raise` ends the map with the `ItemFailed` of an item; `pass` yields it in the
                 result's place.
-            progress: True for a bar of items, False for nothing. None for a bar on a terminal, and
-                elsewhere for a line a minute on stderr.
+            progress: True for a bar of items, False for nothing; None for a bar on a terminal.
 
         Yields:
             Results; their tensors are on the CPU.
@@ -154,7 +149,9 @@ class Job:
             JobError: a process has ended before it could work.
             ShmloadError: the pipeline cannot be loaded.
         """
-        _check(items, errors)
+        _check(items)
+        if errors not in ("raise", "pass"):
+            raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
         numbered = enumerate(items)
         taken: dict[int, Any] = {}
         """Items that have no outcome yet, by number."""
@@ -167,11 +164,11 @@ class Job:
             rows = []
             for number, item in itertools.islice(numbered, count):
                 taken[number] = item
-                rows.append(Row(number, dump_whole(item)))
+                rows.append(Row(number, *dump_whole(item)))
             return Task(rows) if rows else None
 
         with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(_bar(items, progress))
+            bar = stack.enter_context(_Bar(items, progress))
             run = self._run(function, take, bar.show)
             for outcome in stack.enter_context(contextlib.closing(run)):
                 held[outcome.row.number if ordered else given] = outcome
@@ -194,7 +191,6 @@ class Job:
         key: Callable[[Any], str] | None = None,
         format: str = "safetensors",
         shard_items: int = 256,
-        errors: Errors = "pass",
         retry: bool = False,
         facts: Mapping[str, str] | None = None,
         progress: bool | None = None,
@@ -215,7 +211,6 @@ class Job:
                 `webdataset`, which needs `shmload[webdataset]`.
             shard_items: how many items a shard has. A process holds the results of one in memory;
                 a kill loses the shards under way.
-            errors: `pass` records the error of an item and goes on; `raise` ends the run with it.
             retry: do shards again in which items have failed; else they stay failed.
             facts: what else the results depend on, as text by name; the next call must give the
                 same.
@@ -226,22 +221,21 @@ class Job:
             ArgumentError: two items have the same key.
             ResultsError: the folder is another job's, or has other results, or cannot be written.
         """
-        _check(items, errors)
+        _check(items)
         known = self._facts(facts or {})
         with contextlib.ExitStack() as stack:
             there = stack.enter_context(Folder(folder, known, format, shard_items))
-            bar = stack.enter_context(_bar(items, progress))
+            bar = stack.enter_context(_Bar(items, progress))
             report = there.report
-            tasks = there.tasks(items, key, retry=retry, raises=errors == "raise")
-            run = self._run(
-                function,
-                lambda count: next(tasks, None),
-                lambda done: bar.show(done, report.items - report.computed),
-            )
+            tasks = there.tasks(items, key, retry)
+
+            def show(done: int) -> None:
+                bar.show(done + report.items - report.computed)
+
+            run = self._run(function, lambda count: next(tasks, None), show)
             for row, value, error in stack.enter_context(contextlib.closing(run)):
-                if error is not None:
-                    is_ours = isinstance(error, JobError)
-                    raise error if is_ours else _failed(row, row.key, error)
+                if error:
+                    raise error if isinstance(error, JobError) else _failed(row, row.key, error)
                 report.failed += len(value)
                 for name, reason in value.items():
                     logger.warning("%s failed: %s", name, reason)
@@ -253,8 +247,9 @@ class Job:
         take: Callable[[int], Task | None],
         show: Callable[[int], object],
     ) -> Generator[Outcome]:
-        pickled = dump_whole(function)
-        pickle.loads(pickled)  # raises the error of a function that cannot be pickled
+        pickled, refusal = dump_whole(function)
+        if refusal:
+            raise TypeError(refusal)
         if self._procs:
             yield from self._pool.run(pickled, take, show)
             return
@@ -286,32 +281,25 @@ class Job:
 
 
 def _failed(row: Row, item: object, error: BaseException) -> ItemFailed:
-    if row.killed:
-        return row.failed(item, row.killed)
-    failed = row.failed(item, describe_error(error))
-    failed.__cause__ = error
+    failed = row.failed(item, row.killed or describe_error(error))
+    failed.__cause__ = None if row.killed else error
     return failed
 
 
-def _check(items: object, errors: str) -> None:
+def _check(items: object) -> None:
     if isinstance(items, str | bytes):
         raise ArgumentError(f"items is {items!r}; give the items themselves, such as a list")
-    if errors not in ("raise", "pass"):
-        raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # it has no types
     monitor_interval = 0  # it would start a thread
 
-    def show(self, done: int, skipped: int = 0) -> None:
-        """Show how many items are done, besides those that needed no work."""
-        self.initial = skipped  # not part of the rate
-        self.update(done + skipped - self.n)
+    def __init__(self, items: Iterable[Any], progress: bool | None) -> None:
+        total = len(items) if isinstance(items, Sized) else None
+        # tqdm takes None for nothing off a terminal; it needs a stream.
+        is_open = progress is None and sys.stderr is not None
+        super().__init__(total=total, unit="item", disable=None if is_open else not progress)
 
-
-def _bar(items: Iterable[Any], progress: bool | None) -> _Bar:
-    total = len(items) if isinstance(items, Sized) else None
-    how: dict[str, Any] = {"disable": progress is False}
-    if progress is None and not (sys.stderr and sys.stderr.isatty()):
-        how |= {"bar_format": _LINE, "mininterval": 60, "miniters": 1, "delay": _FIRST_LINE_S}
-    return _Bar(total=total, unit="item", **how)
+    def show(self, done: int) -> None:
+        """Show how many items are done."""
+        self.update(done - self.n)

@@ -167,10 +167,10 @@ class Pool:
             if runner.connection in ready:
                 outcomes += self._hear(runner, function)
             elif runner.sentinel in ready:
-                outcomes += self._bury(runner)
+                self._bury(runner)
             elif limit_s and runner.memory.notes[2] > limit_s:
                 what = "nothing" if runner.pid else "the pipeline was not loaded"
-                outcomes += self._bury(runner, f"{what} within {limit_s:g} s")
+                self._bury(runner, f"{what} within {limit_s:g} s")
         return outcomes
 
     def _hear(self, runner: _Runner, function: bytes) -> list[Outcome]:
@@ -184,7 +184,8 @@ class Pool:
             if kind == "ready":
                 runner.begin()
         except (EOFError, OSError):
-            return self._bury(runner)
+            self._bury(runner)
+            return []
         task = runner.task
         assert task
         if kind == "broken":
@@ -205,8 +206,8 @@ class Pool:
             _outcome(row, parcel, runner.memory) for row, parcel in zip(rows, parcels, strict=True)
         ]
 
-    def _bury(self, runner: _Runner, how: str = "") -> list[Outcome]:
-        """End a process, and have another one do its task; return an item that is given up.
+    def _bury(self, runner: _Runner, how: str = "") -> None:
+        """End a process, and have another one do its task.
 
         Args:
             runner: the process.
@@ -223,18 +224,10 @@ class Pool:
             raise JobError(how or _ENDED)
         others = [each for each in task.rows if each is not row]
         row = row._replace(endings=(*row.endings, how or ending))
-        if task.shard and not (
-            row.killed and task.shard.raises
-        ):  # first, so that little is lost again
+        if task.shard:  # first, so that little is lost again
             self._again.append(Task([row, *others], task.shard))
-            return []
-        if others:
-            self._again.append(Task(others))
-        if row.killed:
-            self._done += 1
-            return [Outcome(row, None, row.failed(row.key, row.killed))]
-        self._again.append(Task([row]))
-        return []
+        else:
+            self._again += [Task(part) for part in ([row], others) if part]
 
 
 def _outcome(row: Row, parcel: Parcel, memory: Memory) -> Outcome:

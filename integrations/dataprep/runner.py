@@ -18,7 +18,7 @@ from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from shmload.errors import ArgumentError
+from shmload.errors import ArgumentError, JobError
 from shmload.integrations.dataprep.crossing import Memory, Parcel, dump, dump_error
 from shmload.integrations.dataprep.processes import Setup, inherited, prepared
 from shmload.integrations.dataprep.shards import Row, write_shard
@@ -26,8 +26,8 @@ from shmload.integrations.dataprep.shards import Row, write_shard
 Function = Callable[[Any, Any], Any]
 """Called with the pipeline and an item."""
 
-_BATCH_S = 0.02
-_BATCH_NBYTES = 1 << 20
+_BATCH_S = 0.05
+_BATCH_NBYTES = 16 << 20
 
 
 class Entry(NamedTuple):
@@ -104,6 +104,8 @@ def caller(pipe: Any, function: Function, setup: Setup) -> Callable[[Row], Any]:
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed & 0xFFFFFFFF)
+        if row.refusal or row.killed:
+            raise JobError(row.refusal or row.killed)
         item = pickle.loads(row.item)
         torch = sys.modules.get("torch")
         if torch is None:

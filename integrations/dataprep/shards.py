@@ -48,6 +48,8 @@ class Row(NamedTuple):
     number: int
     item: bytes
     """Pickled."""
+    refusal: str = ""
+    """Why it cannot be pickled."""
     key: str = ""
     endings: tuple[str, ...] = ()
     """How processes have ended at it."""
@@ -85,10 +87,6 @@ class Shard(NamedTuple):
     path: str
     """Of its files, without their suffixes."""
     format: str
-    facts: str
-    """A digest of what the results depend on; the list has it."""
-    raises: bool
-    """Whether the error of an item ends the shard."""
 
 
 def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -> dict[str, str]:
@@ -102,19 +100,13 @@ def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -
     Raises:
         ResultsError: the file system refuses the files.
         JobError: the format's library refuses the results.
-        Exception: what the function raises, if the shard `raises`.
     """
     results: dict[int, Arrays] = {}
     errors: dict[int, str] = {}
     for row in rows:
         try:
-            if row.killed:
-                errors[row.number] = row.killed
-            else:
-                results[row.number] = arrays_of(call(row))
+            results[row.number] = arrays_of(call(row))
         except (Exception, SystemExit) as exc:
-            if shard.raises:
-                raise
             errors[row.number] = encodable(describe_error(exc))[:_ERROR_LENGTH]
     rows = sorted(rows)
     failed = {row.key: errors[row.number] for row in rows if row.number in errors}
@@ -127,7 +119,7 @@ def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -
     except Exception as exc:
         reason = describe_error(exc)
         raise JobError(f"{shard.path}{suffix} cannot be written: {reason}") from exc
-    listed = {"facts": shard.facts, "keys": [row.key for row in rows], "errors": failed}
+    listed = {"keys": [row.key for row in rows], "errors": failed}
     write_whole(shard.path + ".json", lambda file: file.write(json.dumps(listed).encode()))
     return failed
 
@@ -145,14 +137,16 @@ def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         raise refused(path, exc) from exc
 
 
+def results_error(path: str | Path, reason: str) -> ResultsError:
+    """Return the error of a folder of results, or of a file in it."""
+    return ResultsError(f"{path} {reason}", folder=str(path))
+
+
 def refused(path: str | Path, error: Exception) -> ResultsError:
     """Return the error of a file of results that cannot be written or read."""
-    return ResultsError(
-        f"{path} cannot be written or read: {getattr(error, 'strerror', None) or error}; see to "
-        "its disk and permissions, then run the job again: it does what is missing",
-        folder=str(path),
-        errno=getattr(error, "errno", None),
-    )
+    why = getattr(error, "strerror", None) or error
+    remedy = "see to its disk and permissions, then run the job again: it does what is missing"
+    return results_error(path, f"cannot be written or read: {why}; {remedy}")
 
 
 def arrays_of(result: Any) -> Arrays:
