@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import nn
 
-import shmload
-from shmload._building import placing
+from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
 from shmload._devices.upload import Upload
-from shmload._placement import inventory
+from shmload._host.descriptors import inode_of
+from shmload._runtimes.kinds import runtime_of
 from shmload._runtimes.runtime import Runtime
 
 _WIDTH = 4352
@@ -68,14 +68,14 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", type=float, default=[4.5, 20])
     asked = parser.parse_args()
     if asked.pretend:
-        placing.runtime_of = _Nothing  # type: ignore[attr-defined]
-        inventory.machine_inventory = lambda *_: inventory.parse_inventory("900GiB,cpu=900GiB")
+        runtime: Runtime = _Nothing(torch.device("cpu"))
     else:
+        runtime = runtime_of(torch.device("cuda:0"))
         print(json.dumps({"plain copies, GB/s": _plain_rates()}))
     for size in asked.sizes:
         file = _filled(round(size * 1e9 / _BLOCK_NBYTES))
         for _ in range(2):
-            print(json.dumps({"GB": size} | _measure(file)), flush=True)
+            print(json.dumps({"GB": size} | _measure(file, runtime)), flush=True)
         os.close(file)
 
 
@@ -118,7 +118,7 @@ def _module_over(file: int) -> nn.Module:
     return module
 
 
-def _measure(file: int) -> dict[str, object]:
+def _measure(file: int, runtime: Runtime) -> dict[str, object]:
     """Copy once; return when each step was over, in ms, and the rates of the loop and the call."""
     module = _module_over(file)
     nbytes = sum(tensor.nbytes for tensor in module.state_dict().values())
@@ -130,11 +130,13 @@ def _measure(file: int) -> dict[str, object]:
         _noting(Upload, "copy", "last fill", reached),
         _noting(Upload, "close", "close", reached),
         _noting(Moves, "commit", "commit", reached),
-        _noting(_drained(), "drain", "drain", reached),
+        _noting(type(runtime), "drain", "drain", reached),
     ]
     began = time.perf_counter()
     try:
-        shmload.to_device(module, 0)
+        moves = Moves([(module, lambda path: runtime)])
+        bring(moves, files=[(inode_of(os.fstat(file)), file)])
+        moves.commit()
         call_s = time.perf_counter() - began
     finally:
         for each in undo:
@@ -155,11 +157,6 @@ def _measure(file: int) -> dict[str, object]:
 
 def _at(step: tuple[str, float]) -> float:
     return step[1]
-
-
-def _drained() -> type[Runtime]:
-    """Return the class that has the `drain` of the device that is used."""
-    return _Nothing if placing.runtime_of is _Nothing else Runtime
 
 
 def _noting(

@@ -16,20 +16,20 @@ under way, and no memory is locked. Sources are read by cores alone, and never b
 import bisect
 import contextlib
 import ctypes
-import itertools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
-from shmload._devices.moves import Move, Moves, Overlaps
+from shmload._devices.moves import Move
 from shmload._devices.page_locked import PageLocked
+from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
+from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
-from shmload._loading.load import Load
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
 _SLOT_NBYTES = 32 << 20
@@ -40,56 +40,73 @@ _PART_NBYTES = 4 << 20
 _MAX_THREADS = 8
 
 
-class Fetch(NamedTuple):
-    """Consecutive bytes of a slot that a device fetches."""
+class Files:
+    """Files that are read in place of their mappings in this process.
 
-    runtime: Runtime
-    memory: torch.Tensor
-    """An allocation of the device."""
-    offset: int
-    """Where the bytes go in it, in bytes."""
-    begin: int
-    """Where they begin in the slot, in bytes."""
-    nbytes: int
+    A mapping that is read gets entries in the page table, which take a quarter of the copy's time
+    on the cores, and as much again, on a single one, when it is unmapped. A mapping that this
+    process has written to is read itself: the file lacks what was written.
 
+    Args:
+        files: each with a descriptor, which stays the caller's.
+    """
 
-class Fill(NamedTuple):
-    """Consecutive bytes of this process that go into a slot."""
+    def __init__(self, files: Iterable[tuple[Inode, int]] = ()) -> None:
+        self._files = dict(files)
+        found = sorted(mappings(self._files.keys())) if self._files else []
+        self._mappings = [there for there in found if not is_modified(there)]
+        self._starts = [there.start for there in self._mappings]
 
-    begin: int
-    """Where they go in the slot, in bytes."""
-    address: int
-    nbytes: int
+    def read(self, address: int, into: memoryview) -> int:
+        """Read what a file has for an address; return how many bytes, 0 if it is of none."""
+        position = bisect.bisect_right(self._starts, address) - 1
+        if position < 0 or address + len(into) > self._mappings[position].end:
+            return 0
+        there = self._mappings[position]
+        with contextlib.suppress(OSError):  # what cannot be read is copied from the mapping
+            return os.preadv(self._files[there.inode], [into], there.offset + address - there.start)
+        return 0
 
 
 class Batch:
     """What goes through a slot at a time."""
 
     def __init__(self) -> None:
-        self.fills: list[Fill] = []
-        self.fetches: list[Fetch] = []
+        self.parts: list[list[tuple[int, Move]]] = []
+        """For each core in turn: the moves, each with where it goes in the slot, in bytes."""
+        self.fetches: list[tuple[int, Move]] = []
+        """The same moves, of which neighbours in an allocation are one."""
+        self._room = 0  # in the last part
 
     def next_begin(self, move: Move) -> int:
-        """Return where a move's bytes go in the slot, in bytes.
-
-        Neighbours in an allocation keep their distance, and are fetched together.
-        """
+        """Return where a move's bytes go in the slot: near to those of a neighbour."""
         if not self.fetches:
             return 0
-        last = self.fetches[-1]
+        begin, last = self.fetches[-1]
         gap = move.offset - last.offset - last.nbytes
         is_near = last.memory is move.memory and 0 <= gap < ALIGNMENT_NBYTES
-        return last.begin + last.nbytes + (gap if is_near else 0)
+        return begin + last.nbytes + (gap if is_near else 0)
 
-    def add(self, move: Move) -> None:
-        """Add a move that fits into what is left of the slot."""
+    def add(self, move: Move, room: int) -> int:
+        """Add the beginning of a move; return how many bytes.
+
+        Args:
+            move: to be made.
+            room: how many bytes may be added.
+        """
         begin = self.next_begin(move)
-        self.fills.append(Fill(begin, move.address, move.nbytes))
-        last = self.fetches[-1] if self.fetches else None
-        if last and last.memory is move.memory and begin - last.begin == move.offset - last.offset:
-            self.fetches[-1] = last._replace(nbytes=begin + move.nbytes - last.begin)
+        if not self._room:
+            self.parts.append([])
+            self._room = _PART_NBYTES
+        added = move.part(move.address, move.address + min(room, self._room, move.nbytes))
+        self._room -= added.nbytes
+        self.parts[-1].append((begin, added))
+        first, last = self.fetches[-1] if self.fetches else (begin, None)
+        if last and last.memory is move.memory and begin - first == move.offset - last.offset:
+            self.fetches[-1] = first, last._replace(nbytes=begin + added.nbytes - first)
         else:
-            self.fetches.append(Fetch(move.runtime, move.memory, move.offset, begin, move.nbytes))
+            self.fetches.append((begin, added))
+        return added.nbytes
 
 
 def batches(moves: Iterable[Move], slot_nbytes: int) -> Iterator[Batch]:
@@ -104,14 +121,12 @@ def batches(moves: Iterable[Move], slot_nbytes: int) -> Iterator[Batch]:
         move = whole
         while move.nbytes:
             room = slot_nbytes - batch.next_begin(move)
-            if room <= 0:
+            if room > 0:
+                move = move.part(move.address + batch.add(move, room), move.end)
+            else:
                 yield batch
                 batch = Batch()
-                continue
-            middle = min(move.end, move.address + room)
-            batch.add(move.part(move.address, middle))
-            move = move.part(middle, move.end)
-    if batch.fills:
+    if batch.parts:
         yield batch
 
 
@@ -122,16 +137,23 @@ class Upload:
         nbytes: about how much will be copied, in bytes.
         runtime: of the device that locks the slots; others may fetch from there too.
         max_nbytes: limit for all slots together, in bytes.
+        files: that bytes may be read from.
     """
 
-    def __init__(self, nbytes: int, runtime: Runtime, max_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        runtime: Runtime,
+        max_nbytes: int | None = None,
+        files: Files | None = None,
+    ) -> None:
         most = _SLOT_NBYTES if max_nbytes is None else min(_SLOT_NBYTES, max_nbytes // _SLOTS)
         pages = min(most // PAGE_NBYTES, -(-nbytes // PAGE_NBYTES))
         self._slot_nbytes = max(1, pages) * PAGE_NBYTES
         self._runtime = runtime
-        self._pool = ThreadPoolExecutor(
-            min(_MAX_THREADS, len(os.sched_getaffinity(0))), "shmload-upload"
-        )
+        self._files = files or Files()
+        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(threads, "shmload-upload")
         self._slots: list[Future[PageLocked]] = []
         self._busy: deque[tuple[PageLocked, list[Any]]] = deque()
         self._runtimes: dict[Runtime, None] = {}
@@ -167,8 +189,9 @@ class Upload:
         before = None
         for batch in batches(moves, self._slot_nbytes):
             slot = self._take()
-            address = slot.content.data_ptr()
-            fills = [self._pool.submit(_fill, address, part) for part in _parts(batch.fills)]
+            fills = [
+                self._pool.submit(_fill, slot.content, part, self._files) for part in batch.parts
+            ]
             if before:  # the cores go on meanwhile
                 self._start(*before)
             before = batch, slot, fills
@@ -196,9 +219,9 @@ class Upload:
         for fill in fills:
             fill.result()
         by_runtime: dict[Runtime, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for runtime, memory, offset, begin, nbytes in batch.fetches:
-            pair = memory[offset : offset + nbytes], slot.content[begin : begin + nbytes]
-            by_runtime.setdefault(runtime, []).append(pair)
+        for begin, move in batch.fetches:
+            pair = move.target, slot.content[begin : begin + move.nbytes]
+            by_runtime.setdefault(move.runtime, []).append(pair)
         events = []
         for runtime, pairs in by_runtime.items():
             if runtime not in self._runtimes:
@@ -209,69 +232,16 @@ class Upload:
         self._busy.append((slot, events))
 
 
-def _parts(fills: Iterable[Fill]) -> Iterator[list[Fill]]:
-    """Cut what goes into a slot into parts that a core fills, of one size."""
-    part: list[Fill] = []
-    room = _PART_NBYTES
-    for whole in fills:
-        begin, address, left = whole
-        while left:
-            nbytes = min(left, room)
-            part.append(Fill(begin, address, nbytes))
-            begin, address, left = begin + nbytes, address + nbytes, left - nbytes
-            room -= nbytes
-            if not room:
-                yield part
-                part, room = [], _PART_NBYTES
-    if part:
-        yield part
-
-
-def _fill(slot: int, part: Iterable[Fill]) -> None:
-    """Copy bytes into a slot, without the interpreter's lock."""
-    for begin, address, nbytes in part:
-        ctypes.memmove(slot + begin, address, nbytes)
+def _fill(slot: torch.Tensor, part: Iterable[tuple[int, Move]], files: Files) -> None:
+    """Bring bytes into a slot, without the interpreter's lock."""
+    content = slot.numpy().data
+    for begin, move in part:
+        done = files.read(move.address, content[begin : begin + move.nbytes])
+        if done < move.nbytes:
+            address = slot.data_ptr() + begin + done
+            ctypes.memmove(address, move.address + done, move.nbytes - done)
 
 
 def _close(slot: "Future[PageLocked]") -> None:
     if not slot.cancelled() and slot.exception() is None:
         slot.result().close()
-
-
-def bring(moves: Moves, load: Load | None = None, max_nbytes: int | None = None) -> None:
-    """Copy all bytes of moves, those that a load decodes as they come; blocks until all are there.
-
-    Args:
-        moves: to be made; the caller commits them.
-        load: fills the segments that some of them lie in. If it is bounded, it gets its memory back
-            behind the copy.
-        max_nbytes: limit for the slots, in bytes.
-
-    Raises:
-        ShmloadError: the load failed.
-        torch.OutOfMemoryError: a device is full.
-        RuntimeError: a driver failed.
-    """
-    if not moves.moves:
-        if load:
-            load.wait()
-        return
-    spans = sorted(mappings({part.inode for _, part in load.holdings.unfinished()}) if load else ())
-    starts = [there.start for there in spans]
-
-    def comes_later(move: Move) -> bool:
-        position = bisect.bisect_right(starts, move.address)
-        return position > 0 and move.address < spans[position - 1].end
-
-    nbytes = sum(move.nbytes for move in moves.moves)
-    with Upload(nbytes, moves.runtimes[0], max_nbytes) as upload:
-        upload.copy(itertools.filterfalse(comes_later, moves.moves))
-        coming = Overlaps(filter(comes_later, moves.moves))
-        while load and spans and (piece := load.filled.get()) is not None:
-            for there in spans:
-                if there.inode == piece.inode:
-                    base = there.start - there.offset
-                    upload.copy(coming.within(base + piece.begin, base + piece.end))
-            load.give_back(piece)
-        if load:
-            load.wait()

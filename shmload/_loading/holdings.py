@@ -221,6 +221,11 @@ class Holdings:
         """Return the inodes of segments and parts, and of shards that are linked."""
         return {held.inode if held else shard.inode for shard, held in self.opened()}
 
+    def descriptors(self) -> list[tuple[Inode, int]]:
+        """Return the descriptor of each file that is mapped, by its inode; the holdings own it."""
+        opened = ((held or shard) for shard, held in self.opened())
+        return [(each.inode, each.fd) for each in opened]
+
     def unfinished(self) -> list[tuple[OpenShard, Part]]:
         """Return the parts, of which bytes may be missing, with their shards."""
         return [(shard, held) for shard, held in self.opened() if isinstance(held, Part)]

@@ -14,8 +14,8 @@ from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._decoding.allowance import Bound
+from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
-from shmload._devices.upload import bring
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap
@@ -37,7 +37,7 @@ def stream(source, device, bound=BOUND):
             for key, tensor in wrap((held or shard).fd, shard.plan.path.name).items():
                 module.register_buffer(key, tensor)
         moves = Moves([(module, lambda path: device)])
-        bring(moves, load, 192 << 10)
+        bring(moves, load, 192 << 10, load.holdings.descriptors())
         moves.commit()
     assert device.pending == 0
     assert not device.registered

@@ -1,5 +1,6 @@
 """Uploads bring every byte, in any order of the device's copies, and leave nothing locked."""
 
+import itertools
 import logging
 import mmap
 import os
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shmload._devices import upload as upload_module
+from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
-from shmload._devices.upload import Upload, batches, bring
-from shmload._host.pagemap import has_own_pages
+from shmload._devices.upload import Upload, batches
+from shmload._host.descriptors import inode_of
+from shmload._host.pagemap import has_own_pages, is_touched
 from shmload._runtimes import runtime as runtime_module
 from shmload._runtimes.runtime import Runtime
 
@@ -67,14 +70,15 @@ def test_batches_have_every_byte_once_and_fit_a_slot(sizes, slot_nbytes):
     moves = Moves([(module_of(*sizes), lambda path: device)]).moves
     left = {(move.address, move.memory.data_ptr() + move.offset): move.nbytes for move in moves}
     for batch in batches(moves, slot_nbytes):
-        assert all(0 <= fill.begin <= slot_nbytes - fill.nbytes for fill in batch.fills)
-        for begin, address, nbytes in batch.fills:
-            (fetch,) = (f for f in batch.fetches if f.begin <= begin < f.begin + f.nbytes)
-            assert begin + nbytes <= fetch.begin + fetch.nbytes
-            target = fetch.memory.data_ptr() + fetch.offset + begin - fetch.begin
-            left[address, target] -= nbytes
-            if left[address, target]:
-                left[address + nbytes, target + nbytes] = left.pop((address, target))
+        for begin, move in itertools.chain.from_iterable(batch.parts):
+            assert 0 <= begin <= slot_nbytes - move.nbytes
+            (fetch,) = (f for f in batch.fetches if f[0] <= begin < f[0] + f[1].nbytes)
+            assert begin + move.nbytes <= fetch[0] + fetch[1].nbytes
+            assert move.offset == fetch[1].offset + begin - fetch[0]
+            at = move.address, move.memory.data_ptr() + move.offset
+            left[at] -= move.nbytes
+            if left[at]:
+                left[move.end, at[1] + move.nbytes] = left.pop(at)
     assert not any(left.values())
 
 
@@ -237,16 +241,61 @@ def test_forked_process_whose_parent_has_torchs_threads_uploads():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_device_with_the_hosts_memory_makes_the_kernel_copy_no_page(tmp_path):
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    """A file of 2 MiB, open, and a module with its bytes, mapped as a segment's are."""
     path = tmp_path / "segment"
     path.write_bytes(bytes(range(256)) * 8192)
+    module = nn.Module()
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    whole = torch.frombuffer(content, dtype=torch.uint8)
-    start = whole.data_ptr()
-    assert is_copied_on_read(start)
-    module = nn.Module()
-    module.register_buffer("weight", whole)
-    send(module, LateDevice(is_integrated=True))
-    assert bytes(module.weight.numpy()) == path.read_bytes()
-    assert not has_own_pages(start, start + len(content))
+        module.register_buffer("weight", torch.frombuffer(content, dtype=torch.uint8))
+        assert is_copied_on_read(module.weight.data_ptr())
+        yield module, file.fileno()
+
+
+def send_mapped(module, fd, device):
+    moves = Moves([(module, lambda path: device)])
+    bring(moves, None, LIMIT, [(inode_of(os.fstat(fd)), fd)])
+    moves.commit()
+    return bytes(module.weight.numpy())
+
+
+def test_file_is_read_in_place_of_its_mapping(mapped):
+    module, fd = mapped
+    source = module.weight
+    assert send_mapped(module, fd, LateDevice()) == os.pread(fd, 2 << 20, 0)
+    assert not is_touched(source.data_ptr(), source.data_ptr() + source.nbytes)
+
+
+def test_mapping_that_was_written_to_is_read_itself(mapped):
+    module, fd = mapped
+    module.weight[1_000_000] = 7
+    wanted = bytes(module.weight.numpy())
+    assert send_mapped(module, fd, LateDevice()) == wanted != os.pread(fd, 2 << 20, 0)
+
+
+def test_file_that_cannot_be_read_is_copied_from_its_mapping(mapped, monkeypatch):
+    module, fd = mapped
+    reads = itertools.count()
+
+    def fail_or_read_little(fd, buffers, offset):
+        if next(reads) % 2:
+            raise OSError(5, "no")
+        return preadv(fd, [buffers[0][:100]], offset)
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", fail_or_read_little)
+    assert send_mapped(module, fd, LateDevice()) == os.pread(fd, 2 << 20, 0)
+
+
+def test_device_with_the_hosts_memory_makes_the_kernel_copy_no_page(mapped):
+    module, fd = mapped
+    source = module.weight
+    send(module, LateDevice(is_integrated=True))  # without the file
+    assert bytes(module.weight.numpy()) == os.pread(fd, 2 << 20, 0)
+    start = source.data_ptr()
+    assert not has_own_pages(start, start + source.nbytes)
