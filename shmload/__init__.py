@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._loading.verbs import warm as warm
     from shmload._loading.view_directory import view_directory as view_directory
     from shmload._placement.placement import Placement as Placement
-    from shmload._segments.grouping import Model as Model
     from shmload._segments.listing import SegmentInfo as SegmentInfo
     from shmload._segments.listing import segments as segments
-    from shmload._segments.models import models as models
+    from shmload._segments.models import Model as Model
+    from shmload._segments.table import models as models
     from shmload._segments.upkeep import collect_garbage as collect_garbage
     from shmload._segments.upkeep import evict as evict
     from shmload._segments.upkeep import pin as pin
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
 _HOMES = {
     "Action": "shmload._loading.shard",
     "Handle": "shmload.integrations.handles",
-    "Model": "shmload._segments.grouping",
+    "Model": "shmload._segments.models",
     "Placement": "shmload._placement.placement",
     "Plan": "shmload._loading.shard",
     "Published": "shmload._building.publishing",
@@ -69,7 +69,7 @@ _HOMES = {
     "load_pipeline": "shmload.integrations.diffusers",
     "load_state_dict": "shmload._loading.state_dict",
     "mix": "shmload.integrations.mixing",
-    "models": "shmload._segments.models",
+    "models": "shmload._segments.table",
     "newest": "shmload.integrations.updating",
     "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.verbs",

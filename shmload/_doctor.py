@@ -147,7 +147,7 @@ def _budget(needs: _Needs) -> _Judgement:
         return "ok", "none: idle models go when memory is short", ""
     free = max(0, found.nbytes - sum(info.nbytes for info in segments_by_lock()))
     detail = f"{format_nbytes(free)} free of {format_nbytes(found.nbytes)}, {found.name}"
-    return needs.judge(free, detail, f"{_MAKE_ROOM}; or {found.ways[0]}")
+    return needs.judge(free, detail, f"{_MAKE_ROOM}; or {found.remedy}")
 
 
 def _leftovers(_: _Needs) -> _Judgement:

@@ -20,12 +20,12 @@ from shmload._building.keywords import (
 )
 from shmload._building.maker import Maker
 from shmload._building.options import Options
+from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
 from shmload._host.fingerprint import files_below, fingerprint
 from shmload._segments.names import built_name
-from shmload._segments.roots import weights_below
 from shmload._settings import settings
 from shmload._version import __version__
 
@@ -173,7 +173,8 @@ def key_of(
     Raises:
         Incomparable: a fact may mean more than it shows.
     """
-    first = shard or next((each.path for each in weights_below(str(read[0]))), read[0])
+    below = sorted((*read[0].glob("*"), *read[0].glob("*/*")))
+    first = shard or next((each for each in below if format_named(each.name)), read[0])
     file = os.path.abspath(first)
     defaults = _defaults()
     if defaults is None or _lacks_weights() or not os.path.isfile(file):

@@ -11,8 +11,7 @@ import shmload
 from shmload._checkpoints.wanted import is_publication
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.listing import SegmentInfo, Segments, amount_of, segments_by_lock
-from shmload._segments.models import find_models
-from shmload._segments.selection import select
+from shmload._segments.models import find_models, select
 from shmload._segments.upkeep import (
     evict_segments,
     find_garbage,
@@ -65,11 +64,8 @@ def list_command(is_long: bool, as_json: bool) -> None:
     print_page(found.page(with_ids=is_long))
     if is_long and found:
         click.echo()
-        once = {info.name: info for model in found for info in model.segments}
-        models = {
-            name: [model.id for model in found if once[name] in model.segments] for name in once
-        }
-        print_page(Segments(once.values()).page(models))
+        ids = {info.name: model.id for model in found for info in model.segments}
+        print_page(Segments(info for model in found for info in model.segments).page(ids))
 
 
 def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> click.Command:
@@ -122,7 +118,7 @@ def remove_command(patterns: tuple[str, ...], everything: bool, as_json: bool) -
     if not patterns and not everything:
         raise click.UsageError("give names, ids or paths, or --all")
     before = shmload.segments()
-    chosen = select(patterns, before, spare_shared=True)
+    chosen = select(patterns, before)
     busy: SegmentBusy | None = None
     try:
         removed: list[SegmentInfo] = evict_segments(chosen)

@@ -8,7 +8,7 @@ import time
 import click
 
 from shmload._cli.output import as_json_option, print_json, print_page, say
-from shmload._segments.models import models
+from shmload._segments.table import models
 from shmload._segments.users import page_locks
 from shmload._service.notice import Status, end_service, require_service, service_status
 from shmload._tables import Page
@@ -65,13 +65,15 @@ def _watch() -> None:
 def _page(status: Status) -> Page:
     """Return how a service is doing, and what is resident."""
     listed = models()
-    once = {info.name: info for model in listed for info in model.segments}.values()
-    resident, budget = map(format_nbytes, (sum(info.nbytes for info in once), status.budget_nbytes))
+    found = [info for model in listed for info in model.segments]
+    resident, budget = map(
+        format_nbytes, (sum(info.nbytes for info in found), status.budget_nbytes)
+    )
     lines = [
         f"service    process {status.pid}, up {format_age(time.time() - status.started_at)}",
-        f"resident   {resident} of {budget} in {count_of(len(once), 'segment')}, "
-        f"{sum(info.is_pinned for info in once)} pinned, "
-        f"{sum(info.is_leased for info in once)} in use",
+        f"resident   {resident} of {budget} in {count_of(len(found), 'segment')}, "
+        f"{sum(info.is_pinned for info in found)} pinned, "
+        f"{sum(info.is_leased for info in found)} in use",
     ]
     if status.to_preload:
         failed = f", {status.failed_preloads} failed" if status.failed_preloads else ""

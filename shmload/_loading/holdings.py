@@ -80,7 +80,9 @@ class Holdings:
         keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_bounded
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
-            self.shards += open_checkpoint(checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes)
+            self.shards += open_checkpoint(
+                source, checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes
+            )
 
     def acquire(self) -> list[OpenShard]:
         """Attach each segment, or take the lock of its part.

@@ -31,8 +31,7 @@ from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress, Step
 from shmload._loading.room import chosen_budget
 from shmload._loading.shard import OpenShard
-from shmload._segments.eviction import Evicted, group_evicted
-from shmload._segments.listing import segments_by_lock
+from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
 from shmload._segments.pieces import range_of
 from shmload._segments.removal import remove_expired
@@ -103,7 +102,7 @@ class Load:
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
-        self.evicted = list[Evicted]()
+        self.evicted = list[Model]()
         """The models, or parts of models, that were evicted to make room for this load."""
         try:
             with explained(source.given), paused_gc():
@@ -248,9 +247,9 @@ class Load:
         with self._progress.during(Step.MAKING_ROOM):
             gone = self.holdings.make_parts(shards, budget, self._cancelled.is_set)
         self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
-        for each in group_evicted(gone, segments_by_lock()) if gone else ():
+        for each in find_models(gone):
             self.evicted.append(each)
-            logger.info("%s: %s", self._source.given, each)
+            logger.info("%s: %s", self._source.given, each.eviction)
 
     def _decode(self, shards: list[OpenShard]) -> None:
         """Fill some shards' parts, and publish them unless their pages are given back."""

@@ -39,7 +39,7 @@ def chosen_budget() -> Budget | None:
     if status:
         return service_budget(status.budget_nbytes)
     nbytes = settings().budget
-    return None if nbytes is None else Budget(nbytes, "SHMLOAD_BUDGET", ("raise SHMLOAD_BUDGET",))
+    return None if nbytes is None else Budget(nbytes, "SHMLOAD_BUDGET", "raise SHMLOAD_BUDGET")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.remote import pointed_object
 from shmload._checkpoints.rule import RAW, Rule
-from shmload._checkpoints.source import Checkpoint
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
@@ -26,7 +26,7 @@ from shmload._host.procfs import is_remote
 from shmload._host.shm import shm_nbytes
 from shmload._placement.placement import Placement
 from shmload._segments.layout import Layout, lay_out, needs_conversion
-from shmload._segments.metadata import make_metadata
+from shmload._segments.metadata import Place, make_metadata
 from shmload._segments.names import segment_name
 from shmload._segments.part import Part
 from shmload._tables import Page, Printable, Table
@@ -70,6 +70,7 @@ class OpenShard(Descriptor):
         path: of the shard.
         rule: the dtypes its tensors get.
         keep: make its segment resident.
+        place: where its segment belongs.
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
@@ -84,17 +85,18 @@ class OpenShard(Descriptor):
         rule: Rule,
         *,
         keep: bool,
+        place: Place | None = None,
         piece_nbytes: int | None = None,
     ) -> None:
         super().__init__(open_source(path))
         self._piece_nbytes = piece_nbytes
         try:
-            self._plan(component, path, rule, keep=keep)
+            self._plan(component, path, rule, keep, place or Place())
         except BaseException:
             self.close()
             raise
 
-    def _plan(self, component: str, path: Path, rule: Rule, *, keep: bool) -> None:
+    def _plan(self, component: str, path: Path, rule: Rule, keep: bool, place: Place) -> None:
         self.source = os.fstat(self.fd)
         """The result of fstat before the header was read."""
         file_format = detect_format(self.fd, path)
@@ -103,7 +105,7 @@ class OpenShard(Descriptor):
         # If the file has the wanted dtypes, every rule makes the same segment: give it one name.
         is_cast = needs_conversion(header, rule) and not are_quantised([header])
         self._applied = applied = rule if is_cast else RAW
-        self._metadata = make_metadata(identity.path, identity.key, applied.text)
+        self._metadata = make_metadata(identity.path, identity.key, applied.text, place)
         self.leaves_casts = any(rule.leaves_cast(tensor, applied) for tensor in header.tensors)
         """Whether the library certainly casts some of its tensors."""
         name = segment_name(identity, applied.text)
@@ -145,13 +147,19 @@ class OpenShard(Descriptor):
 
 
 def open_checkpoint(
-    checkpoint: Checkpoint, rule: Rule, *, keep: bool, piece_nbytes: int | None = None
+    source: Source,
+    checkpoint: Checkpoint,
+    rule: Rule,
+    *,
+    keep: bool,
+    piece_nbytes: int | None = None,
 ) -> list[OpenShard]:
     """Open and plan all shards of a checkpoint; the caller closes them.
 
     If only all headers together say that the weights are quantised, none is cast.
 
     Args:
+        source: what it is a part of.
         checkpoint: the checkpoint.
         rule: the dtypes its tensors get.
         keep: make its segments resident.
@@ -160,16 +168,24 @@ def open_checkpoint(
     Raises:
         CheckpointError: a shard cannot be opened, or its header is wrong.
     """
+    place = Place.of(source, checkpoint.component)
     with contextlib.ExitStack() as opened:
         shards = [
             opened.enter_context(
-                OpenShard(checkpoint.component, path, rule, keep=keep, piece_nbytes=piece_nbytes)
+                OpenShard(
+                    checkpoint.component,
+                    path,
+                    rule,
+                    keep=keep,
+                    place=place,
+                    piece_nbytes=piece_nbytes,
+                )
             )
             for path in checkpoint.shards
         ]
         is_cast = any(shard.plan.conversion != RAW.text for shard in shards)
         if is_cast and len(shards) > 1 and are_quantised([shard.header for shard in shards]):
-            return open_checkpoint(checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
+            return open_checkpoint(source, checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
         opened.pop_all()
         return shards
 

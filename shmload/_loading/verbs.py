@@ -23,7 +23,7 @@ from shmload._loading.shard import Plan, open_checkpoint
 from shmload._loading.sources import complete_load, find_with_rules, require_read
 from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
 from shmload._placement.placement import place
-from shmload._segments.eviction import Evicted
+from shmload._segments.models import Model
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
 from shmload._segments.view import View
@@ -52,7 +52,7 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
     for other processes`, `reading`. The rest is planning, locks and digests."""
     left_out: tuple[LeftOut, ...] = ()
     """Files of weights that are left to the libraries, because shmload does not read them."""
-    evicted: tuple[Evicted, ...] = ()
+    evicted: tuple[Model, ...] = ()
     """The models, or parts of models, that were evicted to make room for it."""
 
     def page(self) -> Page:
@@ -69,7 +69,7 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
                 f"{times and f' ({times})'}"
             )
         left = (f"left to the library: {each}" for each in self.left_out)
-        lines = (done, *map(str, self.evicted), *left)
+        lines = (done, *(each.eviction for each in self.evicted), *left)
         return Page(tuple(printing(f"{self.source}: {line}") for line in lines))
 
 
@@ -197,7 +197,8 @@ def plan(
     shards = []
     with paused_gc():
         for checkpoint in found.checkpoints:
-            for shard in open_checkpoint(checkpoint, rules[checkpoint.component], keep=keep):
+            rule = rules[checkpoint.component]
+            for shard in open_checkpoint(found, checkpoint, rule, keep=keep):
                 with shard:
                     shards.append(shard.plan)
     placement = None

@@ -3,22 +3,19 @@
 Shared memory counts against the file system at /dev/shm, the machine, and the control group of the
 process that touches a page first. The kernel kills processes of a group that exceeds its limit, so
 it is checked before the first byte is read. The least recently used segments go first; leased and
-pinned ones never. What went is told as a person thinks of it: by model.
+pinned ones never.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._host.shm import shm_free_nbytes, shm_total_nbytes, unwritten_nbytes, written_nbytes
+from shmload._host.shm import shm_free_nbytes, shm_total_nbytes, unwritten_nbytes
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
-from shmload._segments.models import find_models
-from shmload._segments.names import part_names, segment_names
+from shmload._segments.names import part_names
 from shmload._segments.removal import remove_idle, remove_leftovers
-from shmload._segments.roots import model_names
 from shmload._wording import count_of, format_nbytes, logger_of
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
@@ -37,7 +34,17 @@ class _Limit(NamedTuple):
     """How much of `free` is not for new segments."""
     name: str
     remedy: str
-    """Empty for /dev/shm: what helps there depends on what lies there."""
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """A limit for resident segments."""
+
+    nbytes: int
+    """What may be resident, in bytes."""
+    name: str
+    """What sets it, for errors."""
+    remedy: str
+    """How a user can raise it, for errors."""
 
 
 def require_room(nbytes: int, *, evictable: int = 0) -> None:
@@ -51,36 +58,10 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
         SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
     """
-    if nbytes == 0:
-        return
-    for limit in _limits():
-        free = limit.free + evictable
-        if nbytes + limit.kept > free:
-            remedy = limit.remedy or _shm_remedy(nbytes)
-            raise limit.error(nbytes, max(0, free - limit.kept), limit.name, remedy)
-
-
-def _shm_remedy(nbytes: int) -> str:
-    """Return what gives room for `nbytes` in /dev/shm: what is shmload's, or others', or neither.
-
-    What others have is named where shmload's own files would not free enough.
-    """
-    enlarge = (
-        "enlarge it: `mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, "
-        "or an emptyDir of medium Memory"
-    )
-    total, free = shm_total_nbytes(), shm_free_nbytes()
-    if nbytes > total:
-        return f"all of it is {format_nbytes(total)}; {enlarge}"
-    own = written_nbytes([*segment_names(), *part_names()])
-    others = max(0, total - free - own)
-    ways = ["free some with `shmload rm` or `shmload gc`"] if own else []
-    if nbytes > free + own:
-        ways.append(
-            f"remove what others have there, {format_nbytes(others)} "
-            "(`du -ah /dev/shm | sort -h | tail`)"
-        )
-    return ", or ".join([*ways, enlarge])
+    for limit in _limits() if nbytes else ():
+        left = max(0, limit.free + evictable - limit.kept)
+        if nbytes > left:
+            raise limit.error(nbytes, left, limit.name, limit.remedy)
 
 
 def room_nbytes() -> int:
@@ -88,16 +69,18 @@ def room_nbytes() -> int:
     return min(limit.free - limit.kept for limit in _limits())
 
 
-def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
+def _limits() -> Iterator[_Limit]:
     promised = unwritten_nbytes(part_names())  # to the parts of other loads
     yield _Limit(
         SharedMemoryFull,
         max(0, shm_free_nbytes() - promised),
         0,
         "/dev/shm",
-        "",  # `_shm_remedy` looks at the files there
+        "free some with `shmload rm` or `shmload gc`; or remove what others have there (`du -ah "
+        f"/dev/shm | sort -h | tail`); or enlarge it, {format_nbytes(shm_total_nbytes())}: `mount "
+        "-o remount,size=90% /dev/shm`, `docker run --shm-size`, or an emptyDir of medium Memory",
     )
-    group_free = cgroup_free_nbytes() if of_group else None
+    group_free = cgroup_free_nbytes()
     if group_free is not None:
         yield _Limit(
             MemoryLimitExceeded,
@@ -113,17 +96,6 @@ def _limits(*, of_group: bool = True) -> Iterator[_Limit]:
         "the machine's memory",
         "free some with `shmload rm` or stop a process",
     )
-
-
-class Budget(msgspec.Struct, frozen=True):
-    """A limit for resident segments."""
-
-    nbytes: int
-    """What may be resident, in bytes."""
-    name: str
-    """What sets it, for errors."""
-    ways: tuple[str, ...]
-    """How a user can get around it, for errors."""
 
 
 def choose_victims(
@@ -163,7 +135,7 @@ def choose_victims(
         freed += info.nbytes
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
-        remedy = _remedy(found, nbytes, over - freed, budget)
+        remedy = _remedy(found, nbytes, budget)
         raise SharedMemoryFull(nbytes, available, budget.name, remedy, most=budget.nbytes)
     return victims
 
@@ -192,36 +164,18 @@ def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
     return going
 
 
-def _remedy(found: Iterable[SegmentInfo], nbytes: int, missing: int, budget: Budget) -> str:
-    """Return what can help a load that the budget refuses.
-
-    Args:
-        found: all segments.
-        nbytes: size of the new segments, in bytes.
-        missing: how much of what stays would have to go for them, in bytes.
-        budget: what refuses them.
-    """
-    ways = ", or ".join(budget.ways)
+def _remedy(found: Iterable[SegmentInfo], nbytes: int, budget: Budget) -> str:
+    """Return what can help a load that the budget refuses."""
     if nbytes > budget.nbytes:
-        return f"the load is larger than the whole budget of {format_nbytes(budget.nbytes)}: {ways}"
-    going = {info.name for info in evictable(found)}
-    staying = [info for info in found if info.name not in going]
-    leased = [info for info in staying if info.is_leased]
-    pinned = [info for info in staying if info.is_pinned]
-    end = f"end processes that use models (`shmload ls`: {count_of(len(leased), 'segment')} in use)"
-    unpin = f"unpin models (`shmload unpin`: {count_of(len(pinned), 'segment')} pinned)"
-    alone = [
-        way
-        for way, freed in (
-            (end, sum(info.nbytes for info in leased if not info.is_pinned)),
-            (unpin, sum(info.nbytes for info in pinned if not info.is_leased)),
-        )
-        if freed >= missing
-    ]
-    if alone:
-        return ", or ".join([*alone, ways])
-    both = [way for way, of in ((end, leased), (unpin, pinned)) if of]
-    return ", or ".join([" and ".join(both), ways]) if both else ways
+        whole = format_nbytes(budget.nbytes)
+        return f"the load is larger than the whole budget of {whole}: {budget.remedy}"
+    staying = list(found)
+    leased = count_of(sum(info.is_leased for info in staying), "segment")
+    pinned = count_of(sum(info.is_pinned for info in staying), "segment")
+    return (
+        f"end processes that use models (`shmload ls`: {leased} in use), or unpin models "
+        f"(`shmload unpin`: {pinned} pinned), or {budget.remedy}"
+    )
 
 
 def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:
@@ -242,10 +196,9 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
     taken: set[str] = set()
     looks_at_mappings = False  # not before something must go: it takes 0.1 s
     while True:
-        listed = segments() if looks_at_mappings else segments_by_lock()
         found = [
             msgspec.structs.replace(info, is_leased=info.is_leased or info.name in taken)
-            for info in listed
+            for info in (segments() if looks_at_mappings else segments_by_lock())
         ]
         room = room_nbytes()
         if room < nbytes and remove_leftovers():
@@ -254,68 +207,16 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
         if victims and not looks_at_mappings:
             looks_at_mappings = True
             continue
-        idle_nbytes = sum(info.nbytes for info in evictable(found))
-        require_room(nbytes, evictable=idle_nbytes)
+        require_room(nbytes, evictable=sum(info.nbytes for info in evictable(found)))
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
-        gone = [info for info in victims if info.name in removed]
-        _log_eviction(gone, found)
-        evicted += gone
-        if len(gone) == len(victims):
+        for info in victims:
+            if info.name in removed:
+                evicted.append(info)
+                size, of = format_nbytes(info.nbytes), info.model or "no model"
+                logger.info("evicted %s of %s: %s", size, of, info.source)
+        if removed.issuperset(names):
             require_room(nbytes)
             return evicted
         # A process has attached or mapped one of the victims meanwhile.
-        taken |= {info.name for info in victims} - {info.name for info in gone}
-
-
-def _log_eviction(gone: Sequence[SegmentInfo], found: Sequence[SegmentInfo]) -> None:
-    """Log what went of all that was there, by the names that the models had."""
-    if not gone or not logger.isEnabledFor(logging.INFO):
-        return
-    names = model_names(info.source for info in found if info.source)
-    for info in gone:
-        model = names.get(info.source, info.name)
-        size = format_nbytes(info.nbytes)
-        logger.info("evicted %s of %s: %s", size, model, info.source)
-
-
-class Evicted(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or the part of one, that was evicted to make room."""
-
-    model: str
-    """Its name, as `shmload ls` shows it."""
-    dtype: str
-    """torch's name of the dtype of the weights that went."""
-    components: tuple[str, ...]
-    """The components that went, the largest first; empty for a model without components."""
-    nbytes: int
-    """How much went, in bytes."""
-    segments: tuple[str, ...]
-    """Names of the segments that went."""
-
-    def __str__(self) -> str:
-        what = f"{self.model} ({self.dtype})" if self.dtype else self.model
-        parts = f": {', '.join(self.components)}" if self.components else ""
-        return f"evicted {what}{parts}, {format_nbytes(self.nbytes)}, for room"
-
-
-def group_evicted(
-    gone: Sequence[SegmentInfo], resident: Iterable[SegmentInfo] = ()
-) -> tuple[Evicted, ...]:
-    """Group the segments that went by the models that they were part of.
-
-    Args:
-        gone: the segments that went.
-        resident: those that stay, whose models have names too.
-    """
-    names = model_names(info.source for info in (*gone, *resident) if info.source)
-    return tuple(
-        Evicted(
-            model=names.get(model.segments[0].source, model.name),
-            dtype=model.dtype,
-            components=model.components,
-            nbytes=model.nbytes,
-            segments=tuple(info.name for info in model.segments),
-        )
-        for model in find_models(gone)
-    )
+        taken |= {*names} - removed

@@ -6,7 +6,6 @@ The names in /dev/shm are the only registry; each segment's header says what it 
 import os
 import time
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -14,7 +13,7 @@ from shmload._checkpoints.identity import identify
 from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, try_lock
 from shmload._host.procfs import mappers
-from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata, source_path
+from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
@@ -62,16 +61,16 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
 class Segments(Listing[SegmentInfo]):
     """The resident segments, as a list that is printed as a table."""
 
-    def page(self, models: Mapping[str, Sequence[str]] | None = None) -> Page:
+    def page(self, models: Mapping[str, str] | None = None) -> Page:
         """Return a row for each segment, and the totals.
 
         Args:
-            models: the ids of the models that each segment is of, to begin each row with the first
-                of them; None to leave them out.
+            models: the id of the model that each segment is of, to begin each row with; None to
+                leave them out.
         """
         rows = [
             (
-                *([_first_of(models[info.name])] if models else []),
+                *([models[info.name]] if models else []),
                 short_id(info.name),
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
@@ -85,10 +84,6 @@ class Segments(Listing[SegmentInfo]):
         titles = ("ID", *names) if models else names
         size = titles.index("SIZE")
         return Page((Table(titles=titles, rows=rows, right=(size,)), amount_of(self)))
-
-
-def _first_of(ids: Sequence[str]) -> str:
-    return ids[0] if len(ids) == 1 else f"{ids[0]} +{len(ids) - 1}"
 
 
 def amount_of(found: Sequence[SegmentInfo]) -> str:
@@ -145,25 +140,24 @@ def _list() -> list[tuple[SegmentInfo, Inode]]:
             info = _describe(segment)
             if segment.has_name:
                 found.append((info, segment.inode))
-    needing: dict[str, tuple[str, ...]] = {}
+    needing: dict[str, list[str]] = {}
     for info, _ in found:
         for name in info.needs:
-            needing[name] = (*needing.get(name, ()), info.needs_as)
-    if needing:
-        found = [
-            (msgspec.structs.replace(info, needed_by=needing.get(info.name, ())), inode)
-            for info, inode in found
-        ]
+            needing.setdefault(name, []).append(info.needs_as)
     current = {info.name for info, _ in found if info.is_current}
-    found = [(_judged(info, current), inode) for info, inode in found]
+    found = [
+        (
+            msgspec.structs.replace(
+                info,
+                needed_by=tuple(needing.get(info.name, ())),
+                # What a load has built is as current as what it needs.
+                is_current=info.is_current and (not info.kept or current.issuperset(info.needs)),
+            ),
+            inode,
+        )
+        for info, inode in found
+    ]
     return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
-
-
-def _judged(info: SegmentInfo, current: AbstractSet[str]) -> SegmentInfo:
-    """Return a segment as not current if it keeps a built object and what that needs is not."""
-    if not info.kept or current >= set(info.needs):
-        return info
-    return msgspec.structs.replace(info, is_current=False)
 
 
 def _describe(segment: Segment) -> SegmentInfo:
@@ -177,7 +171,7 @@ def _describe(segment: Segment) -> SegmentInfo:
         name=segment.name,
         nbytes=segment.nbytes,
         is_leased=not try_lock(segment.fd, exclusive=True),
-        is_current=_is_of(source_path(metadata.source), identity),
+        is_current=_is_of(metadata.source, identity),
         used_at=os.fstat(segment.fd).st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,

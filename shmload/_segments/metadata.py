@@ -4,34 +4,34 @@ It is the first entry of the header: a text that begins with `keep_for` and the 
 have places that do not depend on the rest. The digest is written last, over a digest of zeros: a
 segment that has one is complete. Only `keep_for` is written anew later.
 
-A path is bytes, and a header is UTF-8. Text that is not UTF-8 has its odd bytes and its backslashes
-as `\xNN`, and so has one in which `\xNN` stands already. It does not depend on the locale, so every
-process reads the same path.
+A path is bytes, and a header is UTF-8. In a header a path is read as UTF-8 whatever the locale, so
+every process reads the same one; bytes of it that are no text are lone surrogates in JSON.
 """
 
-import contextlib
 import json
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, prevailing_dtype
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.identity import identify
+from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
 from shmload._version import __version__
 
-_ESCAPED = re.compile(rb"\\x([0-9a-f]{2})")
-
-
+_IN_HUB_CACHE = re.compile(r".*/models--(?P<id>[^/]+)/snapshots/[^/]+", re.DOTALL)
 _KEY = "shmload"
+_PATHS = {"source", "model", "root"}
 _BEGIN = b'{"__metadata__":{"' + _KEY.encode() + b'":"'
 _KEEP_FOR_NDIGITS = 10
 _NO_DIGEST = "0" * 32
-# The longest path takes 28 KiB: each byte of it may be written as `\xNN`, escaped twice.
-_READ_NBYTES = 32 << 10
+# The longest paths take 28 KiB each: every byte of them may be a surrogate, escaped twice.
+_READ_NBYTES = 64 << 10
 _DECODER = json.JSONDecoder()
 
 KEEP_FOR_OFFSET = 8 + len(_BEGIN)
@@ -46,11 +46,49 @@ BUILT_SUFFIX = "/built"
 _TEXT_BEGIN = _KEEP_FOR_NDIGITS + len(_NO_DIGEST) + 2
 
 
+class Place(NamedTuple):
+    """Where a segment belongs: the fields of the same names in `Metadata`."""
+
+    model: str = ""
+    root: str = ""
+    component: str = ""
+    variant: str = ""
+
+    @classmethod
+    def of(cls, source: Source, component: str) -> "Place":
+        """Return where a component of a source belongs.
+
+        A folder of a pipeline that is loaded alone is a component of the pipeline.
+        """
+        root, given = os.path.abspath(source.root), os.fspath(source.given)
+        above, name = os.path.split(root)
+        if any(os.path.exists(os.path.join(above, index)) for index in (INDEX, MODULAR_INDEX)):
+            root, component = above, name
+        in_hub_cache = _IN_HUB_CACHE.fullmatch(root)
+        if in_hub_cache:
+            model = in_hub_cache["id"].replace("--", "/")
+        else:
+            model = given if is_url(given) else os.path.basename(root)
+        return cls(model, root, component, source.variant or "")
+
+
+_NOWHERE = Place()
+
+
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a segment's header says about it."""
 
     source: str = ""
-    r"""Path of the shard that was decoded; bytes of it that are not UTF-8 are written as `\xNN`."""
+    """Path of the shard that was decoded, or the name of a publication."""
+    model: str = ""
+    """The model that it was decoded for: its hub id, its URL, or the name of its directory or
+    file; empty for a publication, and of what a load has built."""
+    root: str = ""
+    """Path of the directory or file that the model is loaded from."""
+    component: str = ""
+    """Which component of the model it is a part of; empty for a model without components."""
+    variant: str = ""
+    """The variant that was asked for, such as `fp16`."""
     identity: str = ""
     """The shard's `Identity.key` when it was decoded; the same for all links to one file."""
     conversion: str = ""
@@ -72,7 +110,11 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def make_metadata(
-    source: str, identity: str, conversion: str, needs: tuple[str, ...] = ()
+    source: str,
+    identity: str,
+    conversion: str,
+    place: Place = _NOWHERE,
+    needs: tuple[str, ...] = (),
 ) -> Metadata:
     """Return what the header of a new segment is to say.
 
@@ -80,10 +122,12 @@ def make_metadata(
         source: path of the shard, or the name of a publication.
         identity: the shard's `Identity.key`.
         conversion: what is done to its dtypes, or `raw`.
+        place: where it belongs.
         needs: names of other segments, without which it is of no use.
     """
     return Metadata(
-        source=source_text(source),
+        source=source,
+        **place._asdict(),
         identity=identity,
         conversion=conversion,
         created_at=round(time.time(), 3),
@@ -113,7 +157,12 @@ def header_entries(metadata: Metadata, own: Mapping[str, str] | None) -> dict[st
     front = f"{write_keep_for(0).decode()} {_NO_DIGEST} "
     # transformers 4.57 requires the framework in files that have any metadata.
     others = {"format": "pt"} if own is None else {k: v for k, v in own.items() if k != _KEY}
-    return {_KEY: front + msgspec.json.encode(metadata).decode()} | others
+    fields = msgspec.to_builtins(metadata)
+    fields |= {
+        name: os.fsencode(fields[name]).decode(errors="surrogateescape")
+        for name in _PATHS & fields.keys()
+    }
+    return {_KEY: front + json.dumps(fields)} | others
 
 
 def read_metadata(fd: int) -> Metadata | None:
@@ -129,9 +178,12 @@ def read_metadata(fd: int) -> Metadata | None:
     try:
         _, end = _DECODER.raw_decode(begin.decode("latin-1"), KEEP_FOR_OFFSET - 1)
         entry = msgspec.json.decode(begin[KEEP_FOR_OFFSET - 1 : end], type=str)
-        metadata = msgspec.json.decode(entry[_TEXT_BEGIN:], type=Metadata)
+        fields = json.loads(entry[_TEXT_BEGIN:])
+        for name in _PATHS & fields.keys():
+            fields[name] = os.fsdecode(fields[name].encode(errors="surrogateescape"))
+        metadata = msgspec.convert(fields, Metadata)
         keep_for_s = int(entry[:_KEEP_FOR_NDIGITS])
-    except (ValueError, msgspec.DecodeError):
+    except (ValueError, TypeError, AttributeError, msgspec.MsgspecError):  # another's text
         return None
     digest = entry[_KEEP_FOR_NDIGITS + 1 : _TEXT_BEGIN - 1].replace(_NO_DIGEST, "")
     return msgspec.structs.replace(metadata, digest=digest, keep_for_s=keep_for_s)
@@ -159,18 +211,3 @@ def read_keep_for(fd: int) -> int:
     """Return `Metadata.keep_for_s` of an open segment; 0 if it is damaged."""
     digits = os.pread(fd, _KEEP_FOR_NDIGITS, KEEP_FOR_OFFSET)
     return int(digits) if digits.isdigit() else 0
-
-
-def source_text(path: str) -> str:
-    """Return the text of a path; it can be printed, and written as UTF-8."""
-    raw = os.fsencode(path)
-    with contextlib.suppress(UnicodeDecodeError):
-        text = raw.decode()
-        if not _ESCAPED.search(raw):
-            return text
-    return raw.replace(b"\\", rb"\x5c").decode(errors="backslashreplace")
-
-
-def source_path(text: str) -> str:
-    """Return the path whose `source_text` this is."""
-    return os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), text.encode()))

@@ -1,242 +1,240 @@
-"""The resident models, and what is being decoded, as a list and as the table of `shmload ls`."""
+"""The resident models, which are groups of segments, and how a person names one.
 
-import contextlib
+The load that decodes a segment writes into its header which model it is for. So a file that two
+models share is listed under the one that it was decoded for. A segment whose header says no model
+is listed by the path of its file.
+"""
+
+import hashlib
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from shmload._host.descriptors import try_lock
-from shmload._segments.grouping import Model, group_segments
-from shmload._segments.listing import SegmentInfo, amount_of, segments_by_lock
-from shmload._segments.metadata import Metadata
-from shmload._segments.names import part_names
-from shmload._segments.roots import Root, find_roots, shards_below, tell_apart
-from shmload._segments.segment import peek
-from shmload._segments.users import User, describe_users, holders, name_users, users_of
-from shmload._tables import Cell, Listing, Page, Table
-from shmload._wording import count_of, format_age, format_nbytes, format_time
-from shmload.errors import SegmentCorrupt
+from shmload._checkpoints.remote import is_url
+from shmload._checkpoints.wanted import is_publication
+from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.names import name_prefix
+from shmload._segments.users import User
+from shmload._wording import format_nbytes
+from shmload.errors import AmbiguousName, SegmentNotFound
 
-# For narrow terminals they are left out where they would say nothing.
-_OPTIONAL = ("PINNED", "EXPIRES", "COMPONENTS")
+_ID = re.compile(r"[0-9a-f]{4,30}")
 
 
-class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or some of its shards, while they are being decoded."""
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """The resident segments of one model."""
 
     name: str
-    """As `Model.name`."""
+    """The hub id, the URL, or the name of its directory or file; its path if another model has that
+    name too. A variant follows behind a colon."""
+    id: str
+    """Eight hexadecimal digits, the same as long as its source and dtype are."""
     dtype: str
-    """As `Model.dtype`."""
+    """torch's name of the dtype of its weights; several with commas, the largest share first."""
+    components: tuple[str, ...]
+    """Its resident components, the largest first; empty for a model without components."""
+    nbytes: int
+    """Size of its segments, in bytes."""
     source: str
     """Path of the directory or file that it is loaded from."""
+    segments: tuple[SegmentInfo, ...]
+    used_by: tuple[User, ...]
+    """The processes that are attached or map it, as far as this one can see them."""
+    is_leased: bool
+    """Whether some process is attached or maps it, seen or not."""
+    created_at: float
+    """When its first segment was decoded, in seconds since the epoch."""
+    used_at: float
+    """When it was last decoded, attached, given back or unpinned, in seconds since the epoch."""
+    is_pinned: bool
+    """Whether none of its segments is evicted to make room."""
+    pinned_segments: int
+    """How many of its segments are never evicted."""
+    keep_for_s: int
+    """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
+    is_current: bool
+    """Whether the files on disk are still those that were decoded."""
     variant: str
-    """As `Model.variant`."""
-    parts: int
-    """How many segments are being made."""
-    nbytes: int
-    """Size that they will have, in bytes."""
-    done_nbytes: int
-    """How much of them is filled, in bytes."""
-    elapsed_s: float
-    """How long ago the first of them was planned, in seconds."""
-    built_by: tuple[User, ...]
-    """The processes that load them, as far as this one can see them."""
-    bytes_per_s: float
-    """How fast they have been filled so far, in bytes per second."""
+    """The variant that was asked for, such as `fp16`; empty for plain files."""
 
+    @property
+    def full_name(self) -> str:
+        """Its name and dtype, for messages."""
+        return f"{self.name} ({self.dtype})" if self.dtype else self.name
 
-class _Part(Metadata, frozen=True, kw_only=True):
-    name: str
-    nbytes: int
-    done_nbytes: int
-
-
-def find_decoding(resident: Iterable[str] = ()) -> list[UnfinishedModel]:
-    """List what is being decoded by processes of this user, by model.
-
-    A part whose header is not written yet is left out. Weights that go straight to a device lie in
-    no part.
-
-    Args:
-        resident: the sources of segments, whose models' names are for these alone.
-    """
-    names = list(part_names())
-    if not names:
-        return []
-    users = describe_users(holders(names))
-    found = list(_living_parts(names, users))
-    roots = find_roots(part.source for part in found)
-    by_key = {root.key: root for root in (*find_roots(resident).values(), *roots.values())}
-    called = tell_apart(by_key.values())
-    groups: dict[tuple[str, str], list[_Part]] = {}
-    for part in found:
-        groups.setdefault((roots[part.source].key, part.dtype), []).append(part)
-    return [_sum_up(called[key], by_key[key], parts, users) for (key, _), parts in groups.items()]
-
-
-def _sum_up(
-    name: str, root: Root, parts: list[_Part], users: dict[str, tuple[User, ...]]
-) -> UnfinishedModel:
-    done = sum(part.done_nbytes for part in parts)
-    elapsed_s = max(0.0, time.time() - min(part.created_at for part in parts))
-    builders = {user.pid: user for part in parts for user in users.get(part.name, ())}
-    return UnfinishedModel(
-        name=name,
-        dtype=parts[0].dtype,
-        source=root.path,
-        variant=root.variant,
-        parts=len(parts),
-        nbytes=sum(part.nbytes for part in parts),
-        done_nbytes=done,
-        elapsed_s=elapsed_s,
-        built_by=tuple(builders[pid] for pid in sorted(builders)),
-        bytes_per_s=done / elapsed_s if elapsed_s > 0 else 0.0,
-    )
-
-
-def _living_parts(names: list[str], users: dict[str, tuple[User, ...]]) -> Iterator[_Part]:
-    for part in filter(None, map(peek, names)):
-        with part, contextlib.suppress(SegmentCorrupt):  # no header yet
-            # /proc/locks names most builders; asking the lock itself is for the others, since it
-            # holds a dead builder's part for a moment.
-            if part.name in users or not try_lock(part.fd, exclusive=False):
-                found = os.fstat(part.fd)
-                yield _Part(
-                    **msgspec.structs.asdict(part.read_metadata()),
-                    name=part.name,
-                    nbytes=found.st_size,
-                    # stat(2): units of 512 bytes, whole pages
-                    done_nbytes=min(found.st_size, 512 * found.st_blocks),
-                )
-
-
-class Models(Listing[Model]):
-    """Resident models, as a list that is printed as a table.
-
-    Attributes:
-        decoding: what was being decoded when they were listed.
-    """
-
-    def __init__(
-        self, found: Iterable[Model] = (), decoding: Sequence[UnfinishedModel] = ()
-    ) -> None:
-        super().__init__(found)
-        self.decoding = tuple(decoding)
-
-    def page(self, *, with_ids: bool = False) -> Page:
-        """Return a row for each model and each decode, and the totals.
-
-        Args:
-            with_ids: begin each row with the model's id.
-        """
-        blocks: list[Table | str] = [_table_of(self, with_ids)] if self else []
-        if self.decoding:
-            blocks += [*([""] if self else []), _table_of_decodes(self.decoding)]
-        return Page((*blocks, *([""] if self.decoding else []), self.totals()))
-
-    def totals(self) -> str:
-        """Write how many models are resident, their size, and how much is being decoded."""
-        once = {info.name: info for model in self for info in model.segments}
-        text = f"{count_of(len(self), 'model')}, {amount_of(list(once.values()))}"
-        if self.decoding:
-            done = format_nbytes(sum(each.done_nbytes for each in self.decoding))
-            nbytes = format_nbytes(sum(each.nbytes for each in self.decoding))
-            text += f"; being decoded: {done} of {nbytes}"
-        return text
-
-
-def models() -> Models:
-    """List this user's resident models, the oldest first, and what is being decoded.
-
-    Printed, and in a notebook, the list is the table of `shmload ls`.
-    """
-    found = segments_by_lock()
-    # It reads the mappings, so once for all.
-    users = describe_users(users_of(info.name for info in found))
-    seen = [
-        msgspec.structs.replace(info, is_leased=True) if info.name in users else info
-        for info in found
-    ]
-    return Models(
-        find_models(seen, users),
-        find_decoding(info.source for info in found if info.source),
-    )
+    @property
+    def eviction(self) -> str:
+        """What is said if these segments of it went to make room."""
+        parts = f": {', '.join(self.components)}" if self.components else ""
+        return f"evicted {self.full_name}{parts}, {format_nbytes(self.nbytes)}, for room"
 
 
 def find_models(
-    found: Sequence[SegmentInfo],
-    users: Mapping[str, tuple[User, ...]] | None = None,
+    found: Sequence[SegmentInfo], users: Mapping[str, tuple[User, ...]] | None = None
 ) -> list[Model]:
-    """Group segments into models; look up where these lie on disk.
+    """Group segments into models, in the order of their first segments.
+
+    A variant is a model of its own, and so are files that have changed since. If a file is there in
+    several dtypes, each dtype is one.
 
     Args:
         found: the segments.
         users: the processes that use them, by segment; None to leave them out.
     """
-    roots = find_roots(info.source for info in found if info.source)
-    by_key = {root.key: root for root in roots.values()}
-    # Only where there are several sources can they share files.
-    shards = {key: shards_below(root) for key, root in by_key.items()}
-    return group_segments(found, roots, shards, users or {})
+    homes = {info.source: info for info in found if info.root}
+    groups: dict[tuple[str, str, bool], list[SegmentInfo]] = {}
+    names: dict[str, str] = {}
+    for info in found:
+        # What a load has built belongs to a file of its model.
+        home = info if info.root else homes.get(info.source, info)
+        root = home.root or home.source or home.name
+        names[root] = home.model or root
+        groups.setdefault((root, home.variant, info.is_current), []).append(info)
+    for name in [name for name, count in Counter(names.values()).items() if count > 1]:
+        names |= {root: root for root, other in names.items() if other == name}
+    return [
+        _make(
+            root, f"{names[root]}:{variant}" if variant else names[root], variant, own, users or {}
+        )
+        for (root, variant, _), infos in groups.items()
+        for own in _divide(infos)
+    ]
 
 
-def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
-    now = time.time()
-    rows = [_row(model, now) for model in found]
-    hidden = {title for title in _OPTIONAL if all(row[title] == "-" for row in rows)}
-    titles = [title for title in rows[0] if title not in hidden and (with_ids or title != "ID")]
-    return Table(
-        titles=tuple(titles),
-        rows=[[row[title] for title in titles] for row in rows],
-        right=(titles.index("SIZE"),),
+def _divide(found: Sequence[SegmentInfo]) -> Iterable[Sequence[SegmentInfo]]:
+    """Divide the segments of one model by dtype, if a file is there in several."""
+    weights = [info for info in found if not info.kept]
+    if len({info.identity for info in weights}) == len(weights):
+        return [found]
+    parts: dict[str, list[SegmentInfo]] = {}
+    for info in found:
+        needed = [each for each in weights if each.name in info.needs]
+        largest = max(needed, key=lambda each: each.nbytes, default=info)
+        parts.setdefault(largest.dtype, []).append(info)
+    return parts.values()
+
+
+def _make(
+    root: str,
+    name: str,
+    variant: str,
+    found: Sequence[SegmentInfo],
+    users: Mapping[str, tuple[User, ...]],
+) -> Model:
+    components: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for info in found:
+        components[info.component] = components.get(info.component, 0) + info.nbytes
+        if not info.kept:
+            dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
+    dtype = ", ".join(_largest_first(dtypes))
+    key = f"{root}\0{variant}\0{dtype}\0{found[0].is_current}"
+    by_pid = {user.pid: user for info in found for user in users.get(info.name, ())}
+    return Model(
+        name=name,
+        id=hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=4).hexdigest(),
+        dtype=dtype,
+        components=_largest_first(components),
+        nbytes=sum(info.nbytes for info in found),
+        source=root,
+        segments=tuple(found),
+        used_by=tuple(by_pid[pid] for pid in sorted(by_pid)),
+        is_leased=any(info.is_leased for info in found),
+        created_at=min(info.created_at for info in found),
+        used_at=max(info.used_at for info in found),
+        is_pinned=all(info.is_pinned for info in found),
+        pinned_segments=sum(info.is_pinned for info in found),
+        keep_for_s=min((info.keep_for_s for info in found if info.keep_for_s), default=0),
+        is_current=found[0].is_current,
+        variant=variant,
     )
 
 
-def _row(model: Model, now: float) -> dict[str, str | Cell]:
-    users = name_users(model.used_by) or ("unknown" if model.is_leased else "-")
-    name = Cell(f"{model.name} (changed)", "yellow")
-    return {
-        "ID": model.id,
-        "MODEL": Cell(model.name, "bold") if model.is_current else name,
-        "DTYPE": model.dtype or "-",
-        "SIZE": format_nbytes(model.nbytes),
-        "USED BY": Cell(users, "green" if model.is_leased else ""),
-        "LAST USED": "now" if model.is_leased else format_age(now - model.used_at),
-        "PINNED": "yes" if model.is_pinned else "partly" if model.pinned_segments else "-",
-        "EXPIRES": _expiry(model, now),
-        "COMPONENTS": _components(model),
-    }
+def _largest_first(nbytes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(filter(None, nbytes), key=lambda name: (-nbytes[name], name)))
 
 
-def _components(model: Model) -> str:
-    """Write which components are resident, and which are not."""
-    absent = f" (not {', '.join(model.absent)})" if model.absent else ""
-    return f"{', '.join(model.components)}{absent}" if model.components else "-"
+# Choosing by name ---------------------------------------------------------------------------------
+#
+# a segment's name                                      that segment
+# the path of a file, or of a directory above it        what was decoded from there
+# the URL of a source, or one above it                  what was decoded from there
+# `shm:NAME`, `shm:NAME@VERSION`                        all versions of a publication, or one
+# a model's name, such as `org/name`                    that model, in every dtype
+# an id, or its first four digits or more               that model or segment
+# a part of a model's name that no other model has      that model, in every dtype
 
 
-def _expiry(model: Model, now: float) -> str:
-    """Write when a model goes if no process uses it until then."""
-    if not model.keep_for_s or model.is_pinned:
-        return "-"
-    if model.is_leased:
-        return f"{format_time(model.keep_for_s)} idle"
-    return f"in {format_time(model.used_at + model.keep_for_s - now)}"
+def select(
+    patterns: Sequence[str | os.PathLike[str]], found: Sequence[SegmentInfo] | None = None
+) -> list[SegmentInfo]:
+    """Choose resident segments; each once.
+
+    Args:
+        patterns: as above; none means all.
+        found: the segments to choose from; None for all that are resident.
+
+    Raises:
+        SegmentNotFound: a pattern matches nothing.
+        AmbiguousName: a part of a name is in several models' names, or the beginning of an id in
+            several ids.
+    """
+    found = segments() if found is None else found
+    chosen: dict[str, SegmentInfo] = {}
+    for given in patterns:
+        pattern = os.fspath(given)
+        matching = [info for info in found if is_below(info, pattern)] or _named(pattern, found)
+        chosen |= {info.name: info for info in matching}
+    return list(chosen.values()) if patterns else list(found)
 
 
-def _table_of_decodes(found: Iterable[UnfinishedModel]) -> Table:
-    rows = [
-        (
-            Cell(each.name, "bold"),
-            each.dtype or "-",
-            format_nbytes(each.done_nbytes),
-            format_nbytes(each.nbytes),
-            Cell(f"{format_nbytes(each.bytes_per_s)}/s", "green"),
-            name_users(each.built_by) or "unknown",
+def is_below(info: SegmentInfo, pattern: str) -> bool:
+    """Tell whether a pattern is a segment's name, or its file's path, or a directory above it."""
+    if not pattern:  # it would be the current directory
+        return False
+    if pattern in (info.name, info.source):
+        return True
+    if is_publication(info.source) or is_publication(pattern):
+        return info.source.startswith(f"{pattern}@")
+    if is_url(pattern):
+        return f"{info.model}/".startswith(f"{pattern.rstrip('/')}/")
+    given = os.path.expanduser(pattern)
+    try:
+        return any(
+            f"{resolve(source)}/".startswith(f"{resolve(given)}/")
+            for resolve in (os.path.abspath, os.path.realpath)
+            for source in filter(None, (info.source, info.root))
         )
-        for each in found
-    ]
-    titles = ("BEING DECODED", "DTYPE", "DONE", "SIZE", "RATE", "BY")
-    return Table(titles=titles, rows=rows, right=(2, 3, 4))
+    except ValueError:  # no file has a zero byte in its name
+        return False
+
+
+def _named(pattern: str, found: Sequence[SegmentInfo]) -> list[SegmentInfo]:
+    """Return the segments that a name or id means.
+
+    Raises:
+        SegmentNotFound, AmbiguousName: as `select`.
+    """
+    listed = find_models(found)
+    end = f"/{pattern}" if pattern else "\0"
+    fitting = [each for each in listed if each.name == pattern or each.source.endswith(end)]
+    if not fitting and _ID.fullmatch(pattern):
+        fitting = [model for model in listed if model.id.startswith(pattern)]
+        by_key = [info for info in found if info.name.startswith(name_prefix() + pattern)]
+        if len(fitting) + len(by_key) > 1:
+            ids = (*(model.id for model in fitting), *(info.name for info in by_key))
+            raise AmbiguousName(pattern, ids)
+        if by_key:
+            return by_key
+    if not fitting:
+        part = pattern.casefold()
+        fitting = [model for model in listed if part and part in model.name.casefold()]
+        names = sorted({model.name for model in fitting})
+        if len(names) > 1:
+            raise AmbiguousName(pattern, names)
+    if not fitting:
+        raise SegmentNotFound(pattern, [model.name for model in listed])
+    return [info for model in fitting for info in model.segments]

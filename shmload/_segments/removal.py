@@ -17,7 +17,6 @@ from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
 from shmload._segments.listing import publications_by_segment, segments_by_lock
 from shmload._segments.names import lock_names, part_names, segment_names
-from shmload._segments.roots import model_names
 from shmload._segments.segment import Segment, attach, peek
 from shmload._segments.view import remove_dead_views
 from shmload._wording import logger_of
@@ -217,18 +216,16 @@ def remove_expired() -> list[str]:
     """
     try:
         due = [name for name in segment_names() if _ask(name, _is_due)]
-        known = {info.name: info.source for info in segments_by_lock()} if due else {}
+        known = {info.name: info for info in segments_by_lock()} if due else {}
         look = remove_idle(due, patience_s=0, condition=_is_due)
         for name in look.used:
             _ask(name, Segment.touch)
     except (ShmloadError, OSError) as exc:  # no descriptor is left: no reason for a load to fail
         logger.warning("idle segments could not be looked at: %s", exc)
         return []
-    names = model_names(filter(None, known.values()))
-    for name in look.idle:
-        source = known.get(name, "")
-        what = f"{names.get(source, name)}: {source}" if source else name
-        logger.info("removed %s, which was idle for its time", what)
+    for info in (known[name] for name in look.idle if name in known):
+        of = info.model or "no model"
+        logger.info("removed %s of %s, idle for its time", info.name, of)
     return look.idle
 
 

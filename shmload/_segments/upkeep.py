@@ -1,7 +1,6 @@
 """What a user does with resident segments: pin, unpin, verify and remove them; collect garbage."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +10,7 @@ import xxhash
 from shmload._checkpoints.header import Header
 from shmload._segments.eviction import evictable
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
-from shmload._segments.models import find_models
+from shmload._segments.models import find_models, select
 from shmload._segments.names import lock_names, part_names
 from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.removal import (
@@ -22,10 +21,8 @@ from shmload._segments.removal import (
     remove_leftovers,
 )
 from shmload._segments.segment import Segment
-from shmload._segments.selection import select
 from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
-from shmload._settings import settings
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
 _BLOCK_NBYTES = 1 << 20
@@ -88,8 +85,6 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
     A process uses what it is attached to, or maps without being attached; only processes of this
     user count.
 
-    Segments that a named model shares with another resident model stay.
-
     Args:
         patterns: each the name of a model (as `models()` has it) or a part of it that no other
             model has, the id of a model or segment, a segment's name, or the path of a file or of a
@@ -106,7 +101,7 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
     """
     if not patterns:
         raise ArgumentError("evict() needs the names or sources of what to remove")
-    return evict_segments(select(patterns, segments_by_lock(), spare_shared=True))
+    return evict_segments(select(patterns, segments_by_lock()))
 
 
 def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
@@ -146,9 +141,6 @@ def collect_garbage() -> list[str]:
     Returns:
         The names that were removed.
     """
-    # What earlier versions remembered of built models.
-    for of_an_older_release in ("classes", "skeletons"):
-        shutil.rmtree(settings().cache_dir / of_an_older_release, ignore_errors=True)
     outdated = [info.name for info in segments_by_lock()[::-1] if not info.is_current]
     # Under the lock: it may have been pinned meanwhile.
     gone = remove_idle(outdated, condition=lambda segment: not segment.is_pinned).idle

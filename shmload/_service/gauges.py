@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from shmload._segments.eviction import room_nbytes
-from shmload._segments.models import models
+from shmload._segments.table import models
 from shmload._service.keeper import Keeper
 from shmload._version import __version__
 from shmload.errors import ShmloadError

@@ -56,7 +56,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def service_budget(nbytes: int) -> Budget:
     """Return a service's budget of so many bytes."""
-    return Budget(nbytes, "the service's budget", ("raise `shmload serve --budget`",))
+    return Budget(nbytes, "the service's budget", "raise `shmload serve --budget`")
 
 
 class Notice(Descriptor):

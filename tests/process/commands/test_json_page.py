@@ -15,8 +15,7 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor import Finding
-from shmload._segments.eviction import Evicted
-from shmload._segments.models import UnfinishedModel
+from shmload._segments.table import UnfinishedModel
 from shmload._segments.users import PageLock, PageLocks, User
 from shmload._service.notice import Status
 
@@ -30,7 +29,6 @@ _KINDS = {
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
     LeftOut: "leftout",
-    Evicted: "evicted",
     Status: "service",
     Finding: "finding",
     PageLocks: "pagelocks",

@@ -30,11 +30,9 @@ def test_snapshots_with_links_to_one_blob_share_segments(hub_cache, folder):
     where = {"torch_dtype": torch.bfloat16, "cache_dir": hub_cache.root}
     hub_cache.add("org/name", folder)
     names = shmload.warm("org/name", **where).segments
-    second = hub_cache.add("org/name", folder, "b" * 40)
+    hub_cache.add("org/name", folder, "b" * 40)
     report = shmload.warm("org/name", **where, revision="b" * 40)
     assert (report.read_nbytes, report.segments) == (0, names)
-    assert {info.name for info in shmload.pin(second)} == set(names)
-    shmload.unpin(second)
     # The same content as another file.
     hub_cache.add("org/copy", folder)
     assert shmload.warm("org/copy", **where).read_nbytes == NBYTES

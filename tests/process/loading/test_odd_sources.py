@@ -164,7 +164,7 @@ def test_path_that_is_no_text_is_loaded_and_named_in_errors(tmp_path):
     assert torch.equal(state["a"], torch.arange(100.0).bfloat16())
     assert shmload.warm(folder, torch_dtype="bfloat16").read_nbytes == 0
     (info,) = shmload.segments()
-    assert info.source == str(path).replace("\udcff", r"\xff")
+    assert info.source == str(path)
     assert info.is_current
     assert shmload.collect_garbage() == []
     del state

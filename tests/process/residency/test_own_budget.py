@@ -44,7 +44,7 @@ def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, command
     configure(budget=3 * _SEGMENT // 2)
     assert shmload.warm(shards[0], dtype="bfloat16").evicted == ()
     (gone,) = shmload.warm(shards[1], dtype="bfloat16").evicted
-    assert (gone.model, gone.dtype) == (shards[0].name, "bfloat16")
+    assert (gone.name, gone.dtype) == (shards[0].name, "bfloat16")
     assert (gone.nbytes, gone.components, len(gone.segments)) == (_SEGMENT, (), 1)
     told = f"evicted {shards[0].name} (bfloat16), 1.00 MiB, for room"
     assert f"{shards[1]}: {told}" in caplog.messages

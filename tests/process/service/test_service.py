@@ -23,7 +23,7 @@ def test_least_recently_used_goes_first(service, shards):
         shmload.warm(path, dtype="bfloat16")
     shmload.warm(shards[0], dtype="bfloat16")  # its last use is now the newest
     (gone,) = shmload.warm(shards[3], dtype="bfloat16").evicted
-    assert (gone.model, gone.dtype) == (shards[1].name, "bfloat16")
+    assert (gone.name, gone.dtype) == (shards[1].name, "bfloat16")
     assert resident() == {shards[0], shards[2], shards[3]}
 
 

@@ -85,30 +85,16 @@ def refusal(resident, nbytes=2 * GIB, budget=3 * GIB):
     return str(caught.value)
 
 
-LEASED, PINNED, BOTH = (
+LEASED, PINNED = (
     segment("leased", is_leased=True, nbytes=2 * GIB),
     segment("pinned", is_pinned=True, nbytes=2 * GIB),
-    segment("both", is_leased=True, is_pinned=True, nbytes=2 * GIB),
 )
 
 
 def test_refusal_advises_what_can_help():
-    users = "end processes that use models (`shmload ls`: 1 segment in use)"
-    unpin = "unpin models (`shmload unpin`: 1 segment pinned)"
-    assert "pinned" not in refusal([LEASED])
-    assert users in refusal([LEASED])
-    assert "end processes" not in refusal([PINNED])
-    assert unpin in refusal([PINNED])
-    assert f"{users} and {unpin}" in refusal([BOTH])
-    either = refusal([LEASED, PINNED], budget=4 * GIB)
-    assert f"{users}, or {unpin}, or raise `shmload serve" in either
-
-
-def test_refusal_names_both_ways_where_one_does_not_free_enough():
-    said = refusal([LEASED, PINNED], nbytes=3 * GIB, budget=4 * GIB)
-    assert "1 segment in use) and unpin models" in said
-    small = segment("small", is_leased=True, nbytes=1)
-    assert "users" not in refusal([PINNED, small])
+    said = refusal([LEASED, PINNED], budget=4 * GIB)
+    assert "end processes that use models (`shmload ls`: 1 segment in use), or unpin" in said
+    assert "(`shmload unpin`: 1 segment pinned), or raise `shmload serve --budget`" in said
 
 
 def test_refusal_of_more_than_the_budget_advises_nothing_that_cannot_help():
