@@ -9,7 +9,6 @@ import click
 
 from shmload._cli.output import as_json_option, print_json, print_page, say
 from shmload._segments.table import models
-from shmload._segments.users import page_locks
 from shmload._service.notice import Status, end_service, require_service, service_status
 from shmload._tables import Page
 from shmload._templates import look
@@ -78,10 +77,6 @@ def _page(status: Status) -> Page:
     if status.to_preload:
         failed = f", {status.failed_preloads} failed" if status.failed_preloads else ""
         lines.append(f"preloaded  {status.preloaded} of {status.to_preload}{failed}")
-    lines += [
-        f"page locks {format_nbytes(each.nbytes)} for devices by process {each.pid}"
-        for each in page_locks().processes
-    ]
     lines += [f"template   {each}" for each in _templates()]
     return Page((*lines, "", *listed.page().blocks))
 
@@ -94,7 +89,6 @@ def _print_status(status: Status | None) -> None:
         models=listed,
         decoding=listed.decoding,
         templates=[dataclasses.asdict(template) for template in _templates()],
-        page_locks=page_locks(),
     )
 
 

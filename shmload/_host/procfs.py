@@ -232,32 +232,6 @@ def mappers(inodes: Collection[Inode], proc: Path = Path("/proc")) -> dict[Inode
     return found
 
 
-class SharedRange(NamedTuple):
-    """Bytes of a file that a process has mapped shared, for reading."""
-
-    inode: Inode
-    begin: int
-    """Offset of the first byte in the file, on a page."""
-    end: int
-    """Offset behind the last byte, on a page."""
-
-
-def shared_ranges(prefix: str, proc: Path = Path("/proc")) -> dict[int, list[SharedRange]]:
-    """Return the shared read-only mappings of shared memory, by process, of this user's processes.
-
-    Args:
-        prefix: of the names; a file counts that has no name any more, or is a memfd.
-        proc: where the processes are.
-    """
-    found: dict[int, list[SharedRange]] = {}
-    for pid, mapped in _mappings_by_process(_paths(prefix), proc):
-        for each in mapped:
-            if each.permissions == "r--s":
-                end = each.offset + each.end - each.start
-                found.setdefault(pid, []).append(SharedRange(each.inode, each.offset, end))
-    return found
-
-
 def _devices(inodes: Collection[Inode]) -> list[bytes]:
     """Return the devices of files, as maps writes them between other fields."""
     devices = {inode.device for inode in inodes}

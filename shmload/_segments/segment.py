@@ -34,7 +34,6 @@ from shmload.errors import (
     SegmentTimeout,
     SegmentUntrusted,
     ShmloadError,
-    WrongFormat,
 )
 
 # Two bits of the mode, which mean nothing else there, say how long a segment stays.
@@ -203,10 +202,8 @@ class Segment(Descriptor):
         """
         try:
             return read_header(self.fd, self.name)
-        except WrongFormat as exc:  # its remedy is one for files
-            raise SegmentCorrupt(self.name, "it has no header") from exc
-        except ShmloadError as exc:
-            raise SegmentCorrupt(self.name, str(exc)) from exc
+        except ShmloadError as exc:  # its remedy is one for files
+            raise SegmentCorrupt(self.name, "its header is damaged") from exc
 
 
 def peek(name: str) -> Segment | None:

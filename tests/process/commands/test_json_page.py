@@ -16,7 +16,7 @@ from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor import Finding
 from shmload._segments.table import UnfinishedModel
-from shmload._segments.users import PageLock, PageLocks, User
+from shmload._segments.users import User
 from shmload._service.notice import Status
 
 _PAGE = Path(__file__).parents[3] / "docs" / "json.md"
@@ -31,8 +31,6 @@ _KINDS = {
     LeftOut: "leftout",
     Status: "service",
     Finding: "finding",
-    PageLocks: "pagelocks",
-    PageLock: "pagelock",
 }
 _OPTIONAL = {"error", "left_out", "placement"}
 

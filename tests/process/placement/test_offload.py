@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import logging
-import os
 import pickle
 
 import numpy as np
@@ -24,7 +23,6 @@ from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
 from shmload._segments.segment import attach
-from shmload._segments.users import page_locks
 
 pytestmark = pytest.mark.libraries
 
@@ -125,14 +123,6 @@ def test_driver_that_registers_no_read_only_pages_gets_all_through_slots(
     assert device.registered  # slots
     with open("/proc/self/maps") as lines:
         assert not [line for line in lines if "rw-s" in line and "/shmload-" in line]
-
-
-def test_locked_pages_are_told(saved, device, evicts):
-    got = load(saved("flux"), device_map=_PIPELINE, keep=True)
-    flux(got)
-    # Blocks that lie beside each other in a segment share a page, which counts once.
-    own = next(each for each in page_locks().processes if each.pid == os.getpid())
-    assert 0 < own.nbytes <= sum(n + 4095 for n in device.registered.values())
 
 
 def test_model_that_waits_has_its_state(saved, device):

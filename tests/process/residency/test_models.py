@@ -197,7 +197,7 @@ def test_listing_is_complete_and_has_no_colours_off_a_terminal(pipelines, comman
     assert re.split("  +", shown.splitlines()[0]) == titles
 
 
-@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("variables", [{}, {"TERM": "dumb"}])
 def test_terminal_gets_what_fits_it_and_colours_unless_it_should_not(pipelines, variables):
     warm(pipelines[0])
     ours, theirs = os.openpty()

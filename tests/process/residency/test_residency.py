@@ -214,7 +214,7 @@ def test_command_names_every_corrupt_segment(shards, evicts, command):
         second, first = sorted(said.splitlines(), key=lambda line: "digest" in line)
         assert first.startswith(f"shmload: {shards[0]}: segment {names[0]} is corrupt: its digest")
         assert second.startswith(
-            f"shmload: segment {names[1]} is corrupt: it has no header; remove"
+            f"shmload: segment {names[1]} is corrupt: its header is damaged; remove"
         )
         if options:
             answer = json.loads(printed)

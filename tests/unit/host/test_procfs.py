@@ -15,7 +15,6 @@ from shmload._host.procfs import (
     machine_free_nbytes,
     mappers,
     mappings,
-    shared_ranges,
 )
 from shmload._host.shm import shm_unlink
 from shmload.errors import ShmloadError
@@ -185,21 +184,3 @@ def test_process_that_has_ended_or_maps_another_file_does_not_count(fd, tmp_path
     for other in ("3", "self", "meminfo"):
         (tmp_path / other).mkdir()
     assert mappers([inode], tmp_path) == {inode: {1}}
-
-
-def test_shared_mappings_for_reading_are_found_by_process(fd, name):
-    os.ftruncate(fd, 4 * PAGE_NBYTES)
-    inode = inode_of(os.fstat(fd))
-
-    def map_page(page, **how):
-        return mmap.mmap(fd, PAGE_NBYTES, offset=page * PAGE_NBYTES, **how)
-
-    with (
-        map_page(2, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ),
-        map_page(0, access=mmap.ACCESS_COPY),
-        map_page(3, access=mmap.ACCESS_WRITE),
-    ):
-        found = shared_ranges(name)
-        assert found == {os.getpid(): [(inode, 2 * PAGE_NBYTES, 3 * PAGE_NBYTES)]}
-        assert shared_ranges("no-such-prefix-") == {}
-    assert shared_ranges(name) == {}
