@@ -17,7 +17,7 @@ from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata
 from shmload._segments.names import segment_names, short_id
 from shmload._segments.segment import Segment, peek
 from shmload._tables import Listing, Page, Table
-from shmload._wording import count_of, format_age, format_nbytes, format_time
+from shmload._wording import count_of, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
 
 # What a segment of a built object says, in words.
@@ -65,8 +65,8 @@ class Segments(Listing[SegmentInfo]):
         """Return a row for each segment, and the totals.
 
         Args:
-            models: the id of the model that each segment is of, to begin each row with; None to
-                leave them out.
+            models: the id of the model that each segment is of, to begin each row with, and to
+                leave out the model's folder in the path; None for neither.
         """
         rows = [
             (
@@ -75,12 +75,12 @@ class Segments(Listing[SegmentInfo]):
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
                 _state(info),
-                "now" if info.is_leased else format_age(time.time() - info.used_at),
-                info.source if info.is_current else f"{info.source} (changed since)",
+                (info.source.removeprefix(f"{info.root}/") if models else info.source)
+                + ("" if info.is_current else " (changed since)"),
             )
             for info in self
         ]
-        names = ("SEGMENT", "SIZE", "DTYPE", "STATE", "LAST USED", "SOURCE")
+        names = ("SEGMENT", "SIZE", "DTYPE", "STATE", "SOURCE")
         titles = ("ID", *names) if models else names
         size = titles.index("SIZE")
         return Page((Table(titles=titles, rows=rows, right=(size,)), amount_of(self)))

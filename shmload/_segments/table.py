@@ -19,7 +19,7 @@ from shmload._wording import count_of, format_age, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
 
 # For narrow terminals they are left out where they would say nothing.
-_OPTIONAL = ("PINNED", "EXPIRES", "COMPONENTS")
+_OPTIONAL = ("KEPT", "COMPONENTS")
 
 
 class UnfinishedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class Models(Listing[Model]):
         """Return a row for each model and each decode, and the totals.
 
         Args:
-            with_ids: begin each row with the model's id.
+            with_ids: begin each row with the model's id, in the place of its components.
         """
         blocks: list[Table | str] = [_table_of(self, with_ids)] if self else []
         if self.decoding:
@@ -159,7 +159,8 @@ def _table_of(found: Iterable[Model], with_ids: bool) -> Table:
     now = time.time()
     rows = [_row(model, now) for model in found]
     hidden = {title for title in _OPTIONAL if all(row[title] == "-" for row in rows)}
-    titles = [title for title in rows[0] if title not in hidden and (with_ids or title != "ID")]
+    hidden.add("COMPONENTS" if with_ids else "ID")
+    titles = [title for title in rows[0] if title not in hidden]
     return Table(
         titles=tuple(titles),
         rows=[[row[title] for title in titles] for row in rows],
@@ -177,19 +178,19 @@ def _row(model: Model, now: float) -> dict[str, str | Cell]:
         "SIZE": format_nbytes(model.nbytes),
         "USED BY": Cell(users, "green" if model.is_leased else ""),
         "LAST USED": "now" if model.is_leased else format_age(now - model.used_at),
-        "PINNED": "yes" if model.is_pinned else "partly" if model.pinned_segments else "-",
-        "EXPIRES": _expiry(model, now),
+        "KEPT": _kept(model, now),
         "COMPONENTS": ", ".join(model.components) or "-",
     }
 
 
-def _expiry(model: Model, now: float) -> str:
-    """Write when a model goes if no process uses it until then."""
-    if not model.keep_for_s or model.is_pinned:
+def _kept(model: Model, now: float) -> str:
+    """Write how long a model stays while no process uses it, if something says that."""
+    if model.pinned_segments:
+        return "pinned" if model.is_pinned else "partly pinned"
+    if not model.keep_for_s:
         return "-"
-    if model.is_leased:
-        return f"{format_time(model.keep_for_s)} idle"
-    return f"in {format_time(model.used_at + model.keep_for_s - now)}"
+    left_s = model.keep_for_s if model.is_leased else model.used_at + model.keep_for_s - now
+    return format_time(left_s)
 
 
 def _table_of_decodes(found: Iterable[UnfinishedModel]) -> Table:
