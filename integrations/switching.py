@@ -26,7 +26,7 @@ from shmload._checkpoints.wanted import is_publication
 from shmload._placement import inventory
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.removal import remove_idle
-from shmload._settings import settings
+from shmload._settings import parse_size, settings
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, NoRoom, SwitchTimeout
 from shmload.integrations.diffusers import load_pipeline
@@ -147,7 +147,7 @@ class Switcher:
         given = models if isinstance(models, Mapping) else {each: each for each in models}
         made = (_parse_model(os.fspath(name), each, load_kwargs) for name, each in given.items())
         self._models = {model.name: model for model in made}
-        self._budgets = {_HOST: inventory.parse_size(_HOST, budget)}
+        self._budgets = {_HOST: parse_size(_HOST, budget)}
         self._device: str | None = None
         if device is not None:
             self._device, self._budgets[_DEVICE] = _find_device(device, device_budget)
@@ -415,7 +415,9 @@ def _parse_model(name: str, given: object, common: Mapping[str, Any]) -> _Model:
 def _find_device(device: object, nbytes: float | str | None) -> tuple[str, int]:
     here = inventory.machine_inventory([device] if nbytes is None else ())
     name = inventory.canonical_device(device, here.current)
-    if name not in here.names or inventory.is_on_the_host(name):
-        raise inventory.device_missing(name, here.names, argument="device")
+    if inventory.is_on_the_host(name):
+        there = ", ".join(here.names)
+        raise ArgumentError(f"device: {name} is no accelerator, and the devices are {there}")
+    here.require(name, "device")
     found = here.find(name)
-    return name, found.room_nbytes if found else inventory.parse_size(_DEVICE, nbytes)
+    return name, found.room_nbytes if found else parse_size(_DEVICE, nbytes)

@@ -179,6 +179,22 @@ def parse_nbytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; write it like 40GiB or 16e9") from exc
 
 
+def parse_size(argument: str, value: object) -> int:
+    """Read a number of bytes, or a size such as `512MiB`.
+
+    Args:
+        argument: for the error.
+        value: of the argument.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    try:
+        return parse_nbytes(str(value))
+    except ValueError as exc:
+        raise ArgumentError(f"{argument}: {exc}") from exc
+
+
 def parse_budget(text: str) -> int:
     """Read a budget in bytes; as `parse_nbytes`, but a small number lacks its unit.
 

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterable, Mapping
 
+from shmload._placement.auto import Cost
 from shmload._placement.modules import Component, join
-from shmload._placement.spots import Cost
 
 
 def cost_of(

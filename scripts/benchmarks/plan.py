@@ -26,12 +26,11 @@ from diffusers.pipelines.pipeline_loading_utils import _assign_components_to_dev
 from benchmarks.cost import cost_of
 from benchmarks.published import PIPELINES
 from shmload._building.module_trees import component_of, whole_classes
+from shmload._placement.auto import Cost
 from shmload._placement.device_map import Devices, expand
 from shmload._placement.inventory import parse_inventory
 from shmload._placement.modules import Component, join
 from shmload._placement.placement import place
-from shmload._placement.spots import Cost
-from shmload._placement.strategies import rooms_of
 from shmload._tables import Page, Table
 
 RIGS = {
@@ -139,7 +138,7 @@ def compare(name: str, rounds: int, rigs: Iterable[str] = RIGS) -> Iterator[Pair
     components = tuple(component_of(key, model) for key, model in models.items())
     for rig in rigs:
         inventory = parse_inventory(RIGS[rig])
-        rooms = rooms_of(inventory)
+        rooms = inventory.rooms()
         our_seconds = []
         for _ in range(rounds):
             began = time.perf_counter()

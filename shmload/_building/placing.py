@@ -24,10 +24,9 @@ from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
 from shmload._placement.device_map import STRATEGIES
-from shmload._placement.inventory import CPU, DISK, META, OFFLOAD
+from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, WAITING
 from shmload._placement.modules import Component
 from shmload._placement.placement import Placement, place
-from shmload._placement.table import WAITING
 from shmload._runtimes.kinds import runtime_of
 from shmload._runtimes.runtime import Runtime
 

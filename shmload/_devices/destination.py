@@ -15,15 +15,12 @@ from shmload._placement.inventory import (
     OFFLOAD,
     Inventory,
     choose_inventory,
-    device_missing,
     is_on_the_host,
     parse_max_memory,
-    parse_size,
-    without_host_limits,
 )
 from shmload._placement.placement import Placement
 from shmload._runtimes.kinds import may_have_accelerators
-from shmload._settings import worker_count
+from shmload._settings import parse_size, worker_count
 from shmload.errors import ArgumentError
 
 
@@ -91,9 +88,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return
         here = choose_inventory(None, self.max_memory, needed=())
         for each in self._named:
-            device = parse_device(each, here.current)
-            if not is_on_the_host(device) and device not in here.names:
-                raise device_missing(device, here.names)
+            here.require(parse_device(each, here.current))
 
     def inventory(self) -> Inventory:
         """Return this machine's devices, as far as the map can use them; imports torch.
@@ -107,8 +102,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         named = self._named
         # A strategy may use any, and so may weights that wait.
         may_use_any = not named or any(parse_device(each) in (OFFLOAD, DISK) for each in named)
-        found = choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
-        return without_host_limits(found, self.max_memory)
+        return choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
 
     @property
     def _named(self) -> list[object]:

@@ -19,8 +19,7 @@ from torch import nn
 from shmload._devices.moves import put
 from shmload._devices.origin import Segments
 from shmload._devices.waiting import Waiting
-from shmload._placement.inventory import CPU, DISK, OFFLOAD
-from shmload._placement.table import WAITING
+from shmload._placement.inventory import CPU, DISK, OFFLOAD, WAITING
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError
 

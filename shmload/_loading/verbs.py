@@ -21,7 +21,7 @@ from shmload._host.limits import repair_errors
 from shmload._loading.progress import Callback, Progress, Step, describe_times
 from shmload._loading.shard import Plan, open_checkpoint
 from shmload._loading.sources import complete_load, find_with_rules, require_read
-from shmload._placement.inventory import Inventory, choose_inventory, without_host_limits
+from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.models import Model
 from shmload._segments.segment import Stay
@@ -208,8 +208,6 @@ def plan(
                 found, settle_dtype(wanted.dtype, found), components
             )
         devices = choose_inventory(inventory, max_memory)
-        if inventory is None:
-            devices = without_host_limits(devices, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(
         source=str(source),

@@ -1,4 +1,4 @@
-"""A device map as users write it, and the device of every module that it means.
+"""A device map as users write it, the device of every module that it means, and its shortest form.
 
     "balanced"                                                  a strategy
     "cuda:1"                                                    a device for all
@@ -11,25 +11,17 @@ keys match, the one with the most characters besides wildcards wins; an exact na
 """
 
 import fnmatch
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from shmload._placement.inventory import (
-    USUAL,
-    Current,
-    Inventory,
-    canonical_device,
-    device_missing,
-    is_on_the_host,
-)
+from shmload._placement.inventory import USUAL, Inventory, canonical_device
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import listed, nearest
-from shmload.errors import (
-    ArgumentError,
-    UnknownComponent,
-)
+from shmload.errors import ArgumentError, UnknownComponent
 
 STRATEGIES = ("balanced", "balanced_low_0", "sequential", "auto")
 
@@ -37,8 +29,6 @@ _WILDCARDS = re.compile(r"\[[^\]]*\]|[*?]")
 
 # Far deeper than the modules of any model, in levels.
 _MAX_DEPTH = 100
-# An error names so many modules at most.
-_MOST_LISTED = 6
 
 Devices = dict[str, str]
 """Devices by dotted path: of every unit of a pipeline (`Module.units`)."""
@@ -68,8 +58,7 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
         A strategy, or devices by dotted path or pattern.
 
     Raises:
-        ArgumentError: it has none of these forms.
-        ArgumentError: it names a device that is not there.
+        ArgumentError: it has none of these forms, or names a device that is not there.
     """
     if isinstance(device_map, str) and device_map in STRATEGIES:
         return device_map
@@ -77,8 +66,7 @@ def parse_device_map(device_map: object, inventory: Inventory) -> str | Devices:
     found = {}
     for path, value in entries_of(device_map):
         found[path] = device = parse_device(value, inventory.current, is_all=is_all)
-        if not is_on_the_host(device) and inventory.find(device) is None:
-            raise device_missing(device, inventory.names)
+        inventory.require(device)
     return found
 
 
@@ -95,13 +83,11 @@ def entries_of(device_map: object, above: str = "", depth: int = 0) -> Iterator[
         raise ArgumentError(f"device_map: it is nested more than {_MAX_DEPTH} levels deep")
     for key, value in device_map.items():
         if not isinstance(key, str):
-            raise ArgumentError(
-                f"device_map: its key {key!r} is not the name of a component or module"
-            )
+            raise ArgumentError(f"device_map: its key {key!r} is not a component or module")
         yield from entries_of(value, join(above, key), depth + 1)
 
 
-def parse_device(value: object, current: Current = USUAL, *, is_all: bool = False) -> str:
+def parse_device(value: object, current: str = USUAL, *, is_all: bool = False) -> str:
     """Return the name of a device that a map names; this machine need not have it.
 
     Args:
@@ -115,21 +101,12 @@ def parse_device(value: object, current: Current = USUAL, *, is_all: bool = Fals
     if value in STRATEGIES:
         raise ArgumentError(f"device_map: {value!r} is for a whole pipeline, not for a part of it")
     try:
-        return canonical_device(value, current)
+        return canonical_device(value, current, others=STRATEGIES if is_all else ())
     except ArgumentError as exc:
-        strategies = f", nor a strategy ({', '.join(STRATEGIES)})" if is_all else ""
-        reason, mark, hint = str(exc).partition("; did you mean")
-        hint = f"{mark}{hint}" or nearest(str(value), STRATEGIES)
-        raise ArgumentError(f"device_map: {reason}{strategies}{hint}") from None
+        raise ArgumentError(f"device_map: {exc}") from None
 
 
-def pipeline_of(components: Sequence[Component]) -> Module:
-    """Return the pipeline as one module: paths below it are the dotted paths of a device map."""
-    if len(components) == 1 and not components[0].name:
-        return components[0].module
-    return parent_of(
-        "", tuple(msgspec.structs.replace(each.module, name=each.name) for each in components)
-    )
+# What a map means ---------------------------------------------------------------------------------
 
 
 def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> Devices:
@@ -144,47 +121,36 @@ def expand(device_map: Mapping[str, str], components: Sequence[Component]) -> De
         ArgumentError: a module gets no device; or several devices for a module that must stay
             whole, or for modules that share a tensor.
     """
-    pipeline = pipeline_of(components)
+    named = (msgspec.structs.replace(each.module, name=each.name) for each in components)
+    is_alone = len(components) == 1 and not components[0].name
+    pipeline = components[0].module if is_alone else parent_of("", tuple(named))
     keys = [_Key(path, tuple(path.split(".")) if path else (), d) for path, d in device_map.items()]
     for key in keys:
-        _require_match(key, pipeline, components)
-    spread = dict(_spread(pipeline, "", 0, keys, None))
-    devices = {path: device for path, device in spread.items() if device is not None}
-    if len(devices) < len(spread):
-        raise ArgumentError(
-            f"device_map: it says nothing of {_list(_largest_missing(pipeline, '', devices))}; "
-            'a default is {"": "cpu"}'
-        )
+        _require_match(key, pipeline, is_alone=is_alone)
+    devices = dict(_spread(pipeline, "", 0, keys, ""))
+    missing = [
+        path or "the model"
+        for each in components
+        for path, device in merge(each.module, each.name, devices).items()
+        if not device
+    ]
+    if missing:
+        more = f" and {len(missing) - 6} more" * (len(missing) > 6)
+        some = ", ".join(missing[:6]) + more
+        raise ArgumentError(f'device_map: it says nothing of {some}; a default is {{"": "cpu"}}')
     _require_ties(devices, components)
     return devices
 
 
-def _largest_missing(module: Module, path: str, devices: Devices) -> list[str]:
-    """Return the paths of the largest modules without a device: components, if they have none."""
-    units = [join(path, unit) for unit, _ in module.units()]
-    if all(unit in devices for unit in units):
-        return []
-    if path and not any(unit in devices for unit in units):
-        return [path]
-    below = [(join(path, child.name), child) for child in module.children]
-    return [found for where, child in below for found in _largest_missing(child, where, devices)]
-
-
-def _list(paths: Sequence[str]) -> str:
-    if len(paths) <= _MOST_LISTED:
-        return ", ".join(paths)
-    return f"{', '.join(paths[:_MOST_LISTED])} and {len(paths) - _MOST_LISTED} more"
-
-
-def matches(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Tell whether a key of a map, or a part of it between dots, means a name."""
     return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _spread(
-    module: Module, path: str, depth: int, keys: Iterable[_Key], inherited: str | None
-) -> Iterator[tuple[str, str | None]]:
-    """Yield the device of every unit of a module.
+    module: Module, path: str, depth: int, keys: Iterable[_Key], inherited: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the device of every unit of a module; empty if no key gives one.
 
     Args:
         module: the one to go through.
@@ -197,71 +163,41 @@ def _spread(
     device = max(here, key=lambda key: key.weight).device if here else inherited
     below = [key for key in keys if len(key.names) > depth]
     if module.is_unit:
-        _require_undivided(module, path, depth, below, device)
+        for key in below:
+            if key.device != device and _has_below(module, key.names[depth:]):
+                part = f"{key.path} would be on {key.device}"
+                raise ArgumentError(f"device_map: {path} must stay whole, but {part}; give it one")
         yield path, device
         return
     for child in module.children:
-        matching = [key for key in below if matches(child.name, key.names[depth])]
+        matching = [key for key in below if _matches(child.name, key.names[depth])]
         yield from _spread(child, join(path, child.name), depth + 1, matching, device)
 
 
-def _require_undivided(
-    module: Module, path: str, depth: int, keys: Sequence[_Key], device: str | None
-) -> None:
-    """Raise ArgumentError if keys give another device to a part of a whole module."""
-    inside = dict(_spread_inside(module, path, depth, keys, device)) if keys else {}
-    for unit, other in inside.items():
-        if other == device:
-            continue
-        # Name the part by the largest module that goes there, as the user probably did.
-        names, part = unit.split("."), unit
-        for count in range(len(names), depth, -1):
-            above = ".".join(names[:count])
-            own = {where for key, where in inside.items() if f"{key}.".startswith(f"{above}.")}
-            part = above if own == {other} else part
-        raise ArgumentError(
-            f"device_map: {path} must stay whole, but {part} would be on {other or 'no device'} "
-            f"and the rest of it on {device or 'none'}; give {path} one device"
-        )
+def _has_below(module: Module, names: Sequence[str]) -> bool:
+    """Tell whether names, which may be patterns, lead from a module to one below it."""
+    return not names or any(
+        _matches(child.name, names[0]) and _has_below(child, names[1:]) for child in module.children
+    )
 
 
-def _spread_inside(
-    module: Module, path: str, depth: int, keys: Iterable[_Key], device: str | None
-) -> Iterator[tuple[str, str | None]]:
-    """Yield path and device of each unit inside a whole module, as if it could be divided.
-
-    The caller raises an error if one of them differs from the module's own device.
-    """
-    for child in module.children:
-        matching = [key for key in keys if matches(child.name, key.names[depth])]
-        open_child = msgspec.structs.replace(child, is_whole=False)
-        yield from _spread(open_child, join(path, child.name), depth + 1, matching, device)
-
-
-def _require_match(key: _Key, pipeline: Module, components: Sequence[Component]) -> None:
+def _require_match(key: _Key, pipeline: Module, *, is_alone: bool) -> None:
     """Raise UnknownComponent or ArgumentError if a key matches no module.
 
     The error lists the names where the key stops matching.
     """
-    found = [("", pipeline)]
+    found = [pipeline]
     for depth, name in enumerate(key.names):
-        children = [(join(path, c.name), c) for path, module in found for c in module.children]
-        matching = [(path, child) for path, child in children if matches(child.name, name)]
-        if not matching:
-            known = list(dict.fromkeys(child.name for _, child in children))
-            if depth == 0 and components[0].name:
-                raise UnknownComponent(
-                    f"the pipeline has no component {name!r}; it has {', '.join(known)}"
-                    f"{nearest(name, known)}",
-                    name=name,
-                )
-            above = ".".join(key.names[:depth]) or "the model"
+        children = [child for module in found for child in module.children]
+        found = [child for child in children if _matches(child.name, name)]
+        if not found:
+            known = list(dict.fromkeys(child.name for child in children))
             there = f"it has {listed(known)}" if known else "it cannot be divided"
-            raise ArgumentError(
-                f"device_map names {key.path!r}, but {above} has no module {name!r}; "
-                f"{there}{nearest(name, known)}"
-            )
-        found = matching
+            what = f"{name!r}; {there}{nearest(name, known)}"
+            if depth == 0 and not is_alone:
+                raise UnknownComponent(f"the pipeline has no component {what}", name=name)
+            above = ".".join(key.names[:depth]) or "the model"
+            raise ArgumentError(f"device_map names {key.path!r}, but {above} has no module {what}")
 
 
 def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
@@ -271,9 +207,7 @@ def _require_ties(devices: Devices, components: Sequence[Component]) -> None:
             homes = {unit: devices[unit] for unit in tied_units(component, tie)}
             if len(set(homes.values())) > 1:
                 places = ", ".join(f"{path} on {device}" for path, device in homes.items())
-                raise ArgumentError(
-                    f"device_map: these share a tensor and need one device: {places}"
-                )
+                raise ArgumentError(f"device_map: these share a tensor: {places}; give them one")
 
 
 def tied_units(component: Component, tie: Sequence[str]) -> list[str]:
@@ -285,10 +219,70 @@ def tied_units(component: Component, tie: Sequence[str]) -> list[str]:
 
 def merge(module: Module, path: str, devices: Devices) -> Devices:
     """Return the devices of the largest modules that are on one device each, in order."""
-    used = {devices[join(path, unit)] for unit, _ in module.units()}
+    used = _used(module, path, devices)
     if len(used) == 1:
         return {path: used.pop()}
     merged: Devices = {}
     for child in module.children:
         merged |= merge(child, join(path, child.name), devices)
     return merged
+
+
+# What a map is written as -------------------------------------------------------------------------
+
+
+def shorten(components: Sequence[Component], devices: Devices) -> Devices:
+    """Return a short device map that `expand` turns into the same devices.
+
+    It names every component, so that each can be read and changed by itself.
+
+    Args:
+        components: of the pipeline.
+        devices: of every unit.
+    """
+    entries = (_entries(each.module, each.name, devices, "") for each in components)
+    return dict(itertools.chain(*entries))
+
+
+def _entries(
+    module: Module, path: str, devices: Devices, inherited: str
+) -> Iterator[tuple[str, str]]:
+    """Yield paths or patterns, each with its device, for what is not on the inherited device."""
+    used = _used(module, path, devices)
+    children = () if module.is_unit else module.children
+    homes = {child.name: _used(child, join(path, child.name), devices) for child in children}
+    # Most of the children that are on one device each are there.
+    counts = Counter(min(h) for h in homes.values() if len(h) == 1)
+    likely = inherited if inherited in used else min(used)
+    usual = max(counts, key=lambda d: (counts[d], d == inherited), default=likely)
+    if usual != inherited:
+        yield path, usual
+    if len(used) == 1:
+        return
+    alike: dict[str, list[str]] = {}
+    for child in children:
+        if child.name.isdecimal() and len(homes[child.name]) == 1:
+            alike.setdefault(min(homes[child.name]), []).append(child.name)
+        else:
+            yield from _entries(child, join(path, child.name), devices, usual)
+    for device, numbers in alike.items():
+        if device != usual:
+            yield from ((join(path, pattern), device) for pattern in number_patterns(numbers))
+
+
+def _used(module: Module, path: str, devices: Devices) -> set[str]:
+    return {devices[join(path, unit)] for unit, _ in module.units()}
+
+
+def number_patterns(numbers: Iterable[str]) -> list[str]:
+    """Return patterns that match these numbers and no others, such as `1[0-5]`."""
+    by_start: dict[str, list[str]] = {}
+    for number in numbers:
+        by_start.setdefault(number[:-1], []).append(number[-1])
+    patterns = []
+    for start, digits in by_start.items():
+        first, last = min(digits), max(digits)
+        is_range = len(digits) > 2 and int(last) - int(first) == len(digits) - 1
+        each = f"[{first}-{last}]" if is_range else f"[{''.join(sorted(digits))}]"
+        patterns.append(start + (first if first == last else each))
+    return patterns

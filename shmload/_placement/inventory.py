@@ -11,20 +11,24 @@ from typing import Any
 
 import msgspec
 
-from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
 from shmload._runtimes import kinds
-from shmload._settings import parse_nbytes, settings
+from shmload._settings import parse_size, settings
 from shmload._wording import nearest
 from shmload.errors import ArgumentError
 
 CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
+WAITING = (OFFLOAD, DISK)
+"""Not devices that compute: weights wait there and are copied when they are needed."""
+USUAL = f"{kinds.USUAL_KIND}:0"
+"""What a bare index, and a kind without one, mean where no device is known."""
+Rooms = Mapping[str, int]
+"""Bytes by device, in the order of the devices: what may be used, or what is free."""
 _WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
 _BOUNDLESS_NBYTES = 1 << 62
-_USUAL = f"an index, {kinds.USUAL_KIND}:0, {', '.join(_WITHOUT_INDEX)}"
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
-_BARE = re.compile(r"0*[1-9]\d{0,5}")
 _MAX_DEVICES = 1024  # no machine has more
 _COUNTED = re.compile(r"(\d+)\s*x\s*(.+)")
+_BARE = re.compile(r"0*[1-9]\d{0,5}")  # bytes, less than one MB of them
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,23 +61,13 @@ def is_on_the_host(name: str) -> bool:
     return name in _WITHOUT_INDEX
 
 
-class Current(msgspec.Struct, frozen=True):
-    """The accelerator that is meant by a name which leaves out the kind or the index."""
-
-    kind: str = kinds.USUAL_KIND
-    index: int = 0
-
-
-USUAL = Current()
-
-
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Devices, accelerators first and by index.
 
     An accelerator that is not listed does not exist; `cpu` and `disk` then have no limit.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[Device, ...] = ()
     others: tuple[str, ...] = ()
     """Names of accelerators that are there, and that nothing is placed on."""
     current_index: int = 0
@@ -90,54 +84,68 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(device for device in self.devices if not is_on_the_host(device.name))
 
     @property
-    def current(self) -> Current:
-        """What names mean that leave something out."""
+    def current(self) -> str:
+        """The accelerator that is meant by a name which leaves out the kind or the index."""
         names = [name for name in self.names if not is_on_the_host(name)]
         kind = names[0].partition(":")[0] if names else kinds.USUAL_KIND
-        return Current(kind, self.current_index)
+        return f"{kind}:{self.current_index}"
+
+    def rooms(self) -> Rooms:
+        """Return what a strategy may put on each device that computes, in bytes."""
+        devices = self.accelerators or (self.find(CPU) or boundless(CPU),)
+        return {device.name: device.room_nbytes for device in devices}
 
     def with_devices(self, devices: Iterable[Device]) -> "Inventory":
         """Return an inventory that also has these, or has them instead of those of their name."""
         found = {device.name: device for device in (*self.devices, *devices)}
-        return msgspec.structs.replace(self, devices=_in_order(found.values()))
+        return msgspec.structs.replace(self, devices=tuple(sorted(found.values(), key=_place_of)))
 
     def find(self, name: str) -> Device | None:
         """Return a device by its name; None if it is not listed."""
         return next((device for device in self.devices if device.name == name), None)
 
-    def __str__(self) -> str:
-        return ", ".join(device.name for device in self.devices)
+    def require(self, name: str, by: str = "device_map") -> None:
+        """Raise ArgumentError if an accelerator, which an argument names, is not there."""
+        if not is_on_the_host(name) and name not in self.names:
+            raise ArgumentError(
+                f"{by}: it names {name}, and the devices are {', '.join(self.names)}; take one of "
+                "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
+                device=name,
+            )
 
 
-def canonical_device(device: object, current: Current = USUAL) -> str:
+def _place_of(device: Device) -> tuple[bool, str, int]:
+    kind, _, index = device.name.partition(":")
+    return is_on_the_host(device.name), kind, int(index or 0)
+
+
+def canonical_device(device: object, current: str = USUAL, *, others: Sequence[str] = ()) -> str:
     """Return the one name of a device, given in any usual way.
 
     Args:
         device: an index, a `torch.device`, or a name such as `cuda:1`, `cuda`, `cpu`, `offload`.
-        current: what it means if it leaves something out.
+        current: the device that is meant if the kind or the index is left out.
+        others: what the error names as right too.
 
     Raises:
         ArgumentError: it is not a device.
     """
     # str(torch.device("cuda", 1)) is "cuda:1": no need to import torch.
     text = str(device).strip().lower()
+    current_kind, _, current_index = current.partition(":")
     if text.isdecimal() and not isinstance(device, bool | float):
-        return f"{current.kind}:{int(text)}"
-    match = _NAME.fullmatch(text)
-    if match is None or isinstance(device, bool) or device is None:
-        raise ArgumentError(f"{device!r} is not a device ({_USUAL})")
-    found, index = match.groups()
-    if found in _WITHOUT_INDEX:
-        return found
-    if found != current.kind and not kinds.is_known(found):
-        meant = kinds.meant_kind(found)
-        hint = (
-            f"; did you mean {meant!r}?"
-            if meant
-            else nearest(found, (*kinds.KINDS, *_WITHOUT_INDEX))
-        )
-        raise ArgumentError(f"{device!r} is not a device ({_USUAL}){hint}")
-    return f"{found}:{int(index or (current.index if found == current.kind else 0))}"
+        return f"{current_kind}:{int(text)}"
+    match = None if device is None or isinstance(device, bool) else _NAME.fullmatch(text)
+    kind, index = match.groups() if match else ("", None)
+    if kind in _WITHOUT_INDEX:
+        return kind
+    if kind == current_kind or (kind and kinds.is_known(kind)):
+        return f"{kind}:{int(index or (current_index if kind == current_kind else 0))}"
+    usual = f"(an index, {USUAL}, {', '.join((*_WITHOUT_INDEX, *others))})"
+    meant = kinds.meant_kind(kind)
+    known = (*kinds.KINDS, *_WITHOUT_INDEX, *others)
+    hint = f"; did you mean {meant!r}?" if meant else nearest(kind, known)
+    raise ArgumentError(f"{device!r} is not a device {usual}{hint}")
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -150,64 +158,29 @@ def parse_inventory(text: str) -> Inventory:
         ArgumentError: it cannot be read; the message says how to write it.
     """
     found: dict[str, int] = {}
-    try:
-        for item in text.split(","):
-            for name, size in _named_sizes(item.strip(), len(found)):
-                if name in found:
-                    raise ArgumentError(f"{text!r} has {name} twice")
-                if _BARE.fullmatch(size.strip()):  # bytes, less than one MB of them
-                    raise ArgumentError(f"{size.strip()!r} has no unit; write {size.strip()}GiB")
-                found[name] = _nbytes(size, "24GiB, 2x24GiB or cuda:1=24GiB")
-    except ArgumentError as exc:
-        raise ArgumentError(f"inventory: {exc}") from None
-    headroom = settings().headroom
-    return Inventory(devices=()).with_devices(
-        _device(name, nbytes, headroom) for name, nbytes in found.items()
-    )
+    for item in text.split(","):
+        name, equals, size = map(str.strip, item.rpartition("="))
+        counted = None if equals else _COUNTED.fullmatch(size)
+        count, size = (int(counted[1]), counted[2]) if counted else (1, size)
+        if not 1 <= count <= _MAX_DEVICES:
+            reason = f"there are 1 to {_MAX_DEVICES} devices; write 1x{size} for one"
+            raise ArgumentError(f"inventory: {item.strip()!r}: {reason}")
+        if _BARE.fullmatch(size):
+            raise ArgumentError(f"inventory: {size!r} has no unit; write {size}GiB")
+        next_ones = (f"{kinds.USUAL_KIND}:{len(found) + number}" for number in range(count))
+        for each in [_limited_device("inventory", name)] if equals else [*next_ones]:
+            if each in found:
+                raise ArgumentError(f"inventory: {text!r} has {each} twice")
+            found[each] = parse_size("inventory", size)
+    devices = (_device(name, nbytes, settings().headroom) for name, nbytes in found.items())
+    return Inventory().with_devices(devices)
 
 
-def _named_sizes(item: str, index: int) -> list[tuple[str, str]]:
-    name, equals, size = item.partition("=")
-    if equals:
-        return [(_held(name), size)]
-    counted = _COUNTED.fullmatch(item)
-    count, size = (int(counted[1]), counted[2]) if counted else (1, item)
-    if not 1 <= count <= _MAX_DEVICES:
-        raise ArgumentError(
-            f"{item!r}: there are 1 to {_MAX_DEVICES} devices; write 1x{size} for one"
-        )
-    return [(f"{kinds.USUAL_KIND}:{index + number}", size) for number in range(count)]
-
-
-def limit_inventory(
-    max_memory: Mapping[Any, object], inventory: Inventory | None = None
-) -> Inventory:
-    """Limit what may lie on some devices, as accelerate's `max_memory` does.
-
-    Args:
-        max_memory: by index, name or `torch.device`; sizes in bytes or like `20GiB`. These are
-            limits for weights, so nothing is left to activations.
-        inventory: its other devices keep their limits; None for a machine that has the named
-            devices and no others.
-
-    Raises:
-        ArgumentError: `max_memory` cannot be read; as `parse_max_memory`.
-        ArgumentError: it names an accelerator that the inventory does not have.
-    """
-    limits = parse_max_memory(max_memory, inventory.current if inventory else USUAL)
-    for name in limits:
-        if inventory and name not in (CPU, DISK) and inventory.find(name) is None:
-            raise device_missing(name, inventory.names, argument="max_memory")
-    return (inventory or Inventory(devices=())).with_devices(
-        _device(name, nbytes) for name, nbytes in limits.items()
-    )
-
-
-def parse_max_memory(max_memory: Mapping[Any, object], current: Current = USUAL) -> dict[str, int]:
+def parse_max_memory(max_memory: Mapping[Any, object], current: str = USUAL) -> dict[str, int]:
     """Return the limits of some devices in bytes, by name.
 
     Args:
-        max_memory: as for `limit_inventory`.
+        max_memory: by index, name or `torch.device`; sizes in bytes or like `20GiB`.
         current: as for `canonical_device`.
 
     Raises:
@@ -215,13 +188,20 @@ def parse_max_memory(max_memory: Mapping[Any, object], current: Current = USUAL)
     """
     if not isinstance(max_memory, Mapping):
         raise ArgumentError(f"max_memory is {max_memory!r}; it must be a dict of sizes by device")
+    return {
+        _limited_device("max_memory", name, current): parse_size("max_memory", size)
+        for name, size in max_memory.items()
+    }
+
+
+def _limited_device(argument: str, device: object, current: str = USUAL) -> str:
     try:
-        return {
-            _held(name, current): _nbytes(size, "20GiB, or a number of bytes")
-            for name, size in max_memory.items()
-        }
+        name = canonical_device(device, current)
     except ArgumentError as exc:
-        raise ArgumentError(f"max_memory: {exc}") from None
+        raise ArgumentError(f"{argument}: {exc}") from None
+    if name in (META, OFFLOAD):
+        raise ArgumentError(f"{argument}: {name} has no memory of its own; limit the cpu's")
+    return name
 
 
 def choose_inventory(
@@ -233,7 +213,8 @@ def choose_inventory(
 
     Args:
         inventory: an `Inventory`, a text for `parse_inventory`, or None.
-        max_memory: for `limit_inventory`; without an inventory, the accelerators that it names are
+        max_memory: what may lie on some devices at most, as for accelerate: limits for weights, so
+            nothing is left to activations. Without an inventory, the accelerators that it names are
             the only ones.
         needed: as for `machine_inventory`.
 
@@ -247,105 +228,38 @@ def choose_inventory(
         raise ArgumentError(
             f"inventory is {inventory!r}; write it as '2x24GiB' or 'cuda:0=24GiB,cpu=64GiB'"
         )
-    if inventory is not None:
-        return inventory if max_memory is None else limit_inventory(max_memory, inventory)
+    # If the limits are given, no device is asked.
+    here = inventory or machine_inventory(needed if max_memory is None else ())
     if max_memory is None:
-        return machine_inventory(needed)
-    here = machine_inventory(())  # the limits are given: no device is asked
-    here = here.with_devices(map(boundless, here.others))
-    named = {*parse_max_memory(max_memory, here.current), CPU, DISK}
-    used = (each for each in limit_inventory(max_memory, here).devices if each.name in named)
-    return msgspec.structs.replace(here, devices=tuple(used), others=())
-
-
-def without_host_limits(inventory: Inventory, max_memory: Mapping[Any, object] | None) -> Inventory:
-    """Drop the limit of the CPU unless the caller has set one: the weights are there already."""
-    if CPU in parse_max_memory(max_memory or {}, inventory.current):
-        return inventory
-    return inventory.with_devices([boundless(CPU)])
+        return here
+    limits = parse_max_memory(max_memory, here.current)
+    for name in limits:
+        here.require(name, "max_memory")
+    found = here.with_devices(_device(name, nbytes) for name, nbytes in limits.items())
+    if inventory is not None:
+        return found
+    used = tuple(each for each in found.devices if each.name in (*limits, CPU, DISK))
+    return msgspec.structs.replace(found, devices=used, others=())
 
 
 def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
-    """Return this machine's devices, each limited to its free memory; imports torch.
+    """Return this machine's devices; imports torch.
+
+    An accelerator is limited to its free memory. The host is not: weights that stay there are
+    there already, and loads look for room themselves.
 
     Args:
         needed: devices in any usual way; no others are asked, and those are in `others`. None for
             all, as a strategy needs.
     """
     names = kinds.accelerator_names()
-    current = Current(kinds.machine_kind() or kinds.USUAL_KIND, kinds.current_index())
-    asked = list(names)
-    if needed is not None:
-        wanted = {canonical_device(device, current) for device in needed}
-        asked = [name for name in names if name in wanted]
-    free = [cgroup_free_nbytes(), machine_free_nbytes()]
-    host = min(nbytes for nbytes in free if nbytes is not None)
-    headroom = settings().headroom
+    index = kinds.current_index()
+    current = f"{kinds.machine_kind() or kinds.USUAL_KIND}:{index}"
+    wanted = names if needed is None else {canonical_device(each, current) for each in needed}
+    asked = [name for name in names if name in wanted]
+    others = tuple(name for name in names if name not in asked)
     devices = (
-        boundless(name) if nbytes is None else _device(name, nbytes, headroom)
-        for name, nbytes in (*kinds.free_nbytes(asked).items(), (CPU, host))
+        boundless(name) if nbytes is None else _device(name, nbytes, settings().headroom)
+        for name, nbytes in kinds.free_nbytes(asked).items()
     )
-    return Inventory(
-        devices=_in_order(devices),
-        others=tuple(name for name in names if name not in asked),
-        current_index=current.index,
-    )
-
-
-def _in_order(devices: Iterable[Device]) -> tuple[Device, ...]:
-    def sort_key(device: Device) -> tuple[bool, str, int]:
-        kind, _, index = device.name.partition(":")
-        return is_on_the_host(device.name), kind, int(index or 0)
-
-    return tuple(sorted(devices, key=sort_key))
-
-
-def _held(device: object, current: Current = USUAL) -> str:
-    name = canonical_device(device, current)
-    if name in (META, OFFLOAD):
-        raise ArgumentError(f"{name} has no memory of its own to limit; it takes the cpu's")
-    return name
-
-
-def parse_size(argument: str, value: object) -> int:
-    """Read a number of bytes, or a size such as `512MiB`.
-
-    Args:
-        argument: for the error.
-        value: of the argument.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    try:
-        return parse_nbytes(str(value))
-    except ValueError as exc:
-        raise ArgumentError(f"{argument}: {exc}") from exc
-
-
-def _nbytes(size: object, usual: str) -> int:
-    try:
-        if isinstance(size, str):
-            return parse_nbytes(size)
-        if isinstance(size, int | float) and not isinstance(size, bool) and size >= 0:
-            return int(size)
-    except (ValueError, OverflowError):
-        pass
-    raise ArgumentError(f"{size!r} is not the size of a device; write {usual}")
-
-
-def device_missing(
-    device: str, devices: Sequence[str], argument: str = "device_map"
-) -> ArgumentError:
-    """Return the error for a device that is not there.
-
-    Args:
-        device: such as `cuda:0`.
-        devices: those that there are.
-        argument: the one that names it.
-    """
-    return ArgumentError(
-        f"{argument}: it names {device}, and the devices are {', '.join(devices)}; take one of "
-        "these, or plan for others with `shmload plan SOURCE --inventory 2x24GiB`",
-        device=device,
-    )
+    return Inventory(others=others, current_index=index).with_devices([*devices, boundless(CPU)])

@@ -44,10 +44,6 @@ class Module(msgspec.Struct, frozen=True, kw_only=True):
         """
         return max((child.largest_leaf_nbytes for child in self.children), default=self.nbytes)
 
-    def has_whole(self) -> bool:
-        """Tell whether this module, or one below it, must stay whole."""
-        return self.is_whole or any(child.has_whole() for child in self.children)
-
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a pipeline."""

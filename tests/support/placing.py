@@ -2,9 +2,19 @@
 
 from hypothesis import strategies as st
 
+from shmload._placement.inventory import Device, Inventory
 from shmload._placement.modules import Component, Module, parent_of
 
 UNIT = 1 << 20
+
+
+def limited(*units, **host):
+    """Make an inventory of GPUs and what is given by name, in units, without headroom."""
+    sizes = {f"cuda:{index}": each for index, each in enumerate(units)} | host
+    return Inventory().with_devices(
+        Device(name=name, nbytes=int(each * UNIT), room_nbytes=int(each * UNIT))
+        for name, each in sizes.items()
+    )
 
 
 def leaf(name, units=1):

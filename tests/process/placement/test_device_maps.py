@@ -5,7 +5,6 @@ import pytest
 import torch
 from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
 from comparing import reference
-from torch import nn
 
 import shmload
 from shmload._loading.load import Load
@@ -37,7 +36,7 @@ def test_components_go_where_the_map_says(saved, accelerators):
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "balanced_low_0", "sequential", "auto"])
+@pytest.mark.parametrize("strategy", ["balanced_low_0", "sequential"])
 def test_strategies_place_every_component(saved, accelerators, strategy):
     got = load(saved("flux"), device_map=strategy)
     assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
@@ -47,7 +46,7 @@ def test_strategies_place_every_component(saved, accelerators, strategy):
 @pytest.mark.parametrize("strategy", ["balanced", "auto"])
 def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strategy):
     got = load(saved("flux"), device_map=strategy, max_host_memory="64KiB")
-    assert streams
+    assert min(streams) > 0
     assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
@@ -57,7 +56,7 @@ def test_model_that_is_passed_in_goes_along(saved, accelerators, streams):
     vae = reference(source, torch.bfloat16).vae
     got = load(source, device_map="balanced", max_host_memory="64KiB", vae=vae)
     assert got.vae is vae
-    assert streams
+    assert min(streams) > 0
     assert vae.hf_device_map[""].startswith("cuda:")
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 
@@ -91,12 +90,6 @@ def test_meta_takes_no_memory(saved, accelerators):
 
 
 # Refusals -----------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_said_with_the_numbers(saved, accelerators, shm_names):
-    with pytest.raises(shmload.DoesNotFit, match="KiB"):
-        load(saved("flux"), device_map="balanced", max_memory={0: "100KiB", 1: "100KiB"})
-    assert shm_names() == []
 
 
 @pytest.mark.parametrize(
@@ -142,25 +135,11 @@ def test_limits_alone_mean_nothing(saved):
         shmload.load_pipeline(saved("flux"), max_memory={0: "1GiB"})
 
 
-def test_machine_without_a_gpu_says_what_it_has(saved, monkeypatch):
-    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=8GiB"))
-    with pytest.raises(shmload.ArgumentError, match="the devices are cpu"):
-        shmload.to_device(nn.Linear(2, 2), "cuda")
-
-
 @pytest.mark.parametrize("device_map", ["cuda", {"": "cpu", "vae": 0}])
 def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, device_map):
     monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=8GiB"))
     monkeypatch.setattr(Load, "__init__", None)  # no load is begun
     with pytest.raises(shmload.ArgumentError, match=r"names cuda:0, .*are cpu; take one of these"):
-        shmload.load_pipeline(saved("flux"), device_map=device_map)
-
-
-@pytest.mark.parametrize(
-    ("device_map", "hint"), [("blanced", "did you mean 'balanced'"), ("gpu", "did you mean 'cuda'")]
-)
-def test_mistyped_device_is_told_the_right_one(saved, device_map, hint):
-    with pytest.raises(shmload.ArgumentError, match=hint):
         shmload.load_pipeline(saved("flux"), device_map=device_map)
 
 

