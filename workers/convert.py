@@ -13,10 +13,11 @@ torch converts every pair through float32, double rounding included, and so do t
     F64 -> F32                     numpy
     F32 -> F64, BF16               numpy, ml_dtypes
     F32 -> F16, F8_E4M3, F8_E5M2   arithmetic on the bits (`_rounding_to_small`)
-    F32 -> other 8 bits            to 16 bits, then a table (`_rounding_to_odd`, `_looking_up`)
     BF16, F16 -> F32               ml_dtypes, scaling (`_widen_float16`)
     BF16, F16 -> 16 or 8 bits      a table of all patterns (`_looking_up`)
     8 bits -> any                  a table of all pairs of patterns (`_looking_up`)
+
+Pairs with one of the three other dtypes of 8 bits (FNUZ, E8M0) are rare: torch converts them all.
 """
 
 import functools
@@ -27,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from shmload._checkpoints.dtypes import BLOCKS, NBITS, TORCH_NAMES
+from shmload._checkpoints.dtypes import BLOCKS, FLOATS, NBITS, TORCH_NAMES
 
 # Elements converted at a time; even, because 8-bit sources are read in pairs. A scratch array of
 # 4-byte elements is then 256 KiB, of which several fit the level-2 cache, and numpy's cost per call
@@ -49,13 +50,10 @@ NUMPY_DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 
-FLOAT_NBYTES: Final[dict[str, int]] = {name: d.itemsize for name, d in NUMPY_DTYPES.items()}
-"""Size of an element in bytes, by the safetensors name of each dtype that kernels convert."""
+FLOAT_NBYTES: Final[dict[str, int]] = {name: NBITS[name] // 8 for name in FLOATS}
+"""Size of an element in bytes, by the safetensors name of each dtype that is converted."""
 
 # The lowest positive bit pattern that is NaN. All patterns above it are NaN too, with or without
 # the sign bit.
@@ -94,8 +92,10 @@ def make_converter(source: str, target: str, max_count: int) -> Converter:
     """
     if source in BLOCKS:
         return _dequantiser(source, target)
-    kernel = choose_kernel(source, target, min(max_count, _TILE_COUNT))
     source_nbytes, target_nbytes = FLOAT_NBYTES[source], FLOAT_NBYTES[target]
+    kernel: Kernel = _leave_to_torch
+    if {source, target} <= NUMPY_DTYPES.keys():
+        kernel = choose_kernel(source, target, min(max_count, _TILE_COUNT))
 
     def convert(given: memoryview, wanted: memoryview, count: int) -> None:
         read = np.frombuffer(given, np.uint8, count * source_nbytes)
@@ -175,9 +175,11 @@ def choose_kernel(source: str, target: str, max_count: int) -> Kernel:
         return _widen_float16
     if target in _SMALL:
         return _rounding_to_small(target, max_count)
-    if target_nbytes == 1:
-        return _rounding_to_odd(target, max_count)
     return functools.partial(_cast, source, target)
+
+
+def _leave_to_torch(read: Bytes, written: Bytes) -> bool:
+    return True
 
 
 def _copy(read: Bytes, written: Bytes) -> bool:
@@ -277,28 +279,6 @@ def _rounding_to_small(target: str, max_count: int) -> Kernel:
     return convert
 
 
-def _rounding_to_odd(target: str, max_count: int) -> Kernel:
-    """F32 -> 8 bits: keep the upper 16 bits, and set the last of them if any lower bit was set.
-
-    The 16 bits are looked up as BF16. Rounding them to nearest gives the same as rounding all 32,
-    because at least two bits are dropped: no 8-bit dtype has more than 4 of BF16's 8.
-    """
-    look_up = _looking_up("BF16", target, max_count)
-    scratches, uppers = np.empty(max_count, np.uint32), np.empty(max_count, np.uint16)
-
-    def convert(read: Bytes, written: Bytes) -> bool:
-        bits = read.view(np.uint32)
-        scratch, upper = scratches[: bits.size], uppers[: bits.size]
-        np.bitwise_and(bits, 0xFFFF, out=scratch)
-        np.add(scratch, 0xFFFF, out=scratch)
-        np.bitwise_or(scratch, bits, out=scratch)
-        np.right_shift(scratch, 16, out=scratch)
-        np.copyto(upper, scratch, casting="unsafe")
-        return look_up(upper.view(np.uint8), written)
-
-    return convert
-
-
 def _looking_up(source: str, target: str, max_count: int) -> Kernel:
     """Make a kernel with a table for 16 bits: one element, or two of an 8-bit source."""
     table = _make_table(source, target)
@@ -326,25 +306,11 @@ def _make_table(source: str, target: str) -> npt.NDArray[np.void]:
     patterns = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(all="ignore"):
         values = patterns.view(NUMPY_DTYPES[source]).astype(np.float32)
-        results = (
-            _round_to_e8m0(values) if target == "F8_E8M0" else values.astype(NUMPY_DTYPES[target])
-        )
+        results = values.astype(NUMPY_DTYPES[target])
     entry_nbytes = FLOAT_NBYTES[target] * 2 // FLOAT_NBYTES[source]
     table: npt.NDArray[np.void] = results.view(f"V{entry_nbytes}")
     table.setflags(write=False)
     return table
-
-
-def _round_to_e8m0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Round to powers of two as torch does, where ml_dtypes gives NaN for zero and negatives.
-
-    The sign is dropped. A mantissa of a half rounds up, but down if the number is subnormal in
-    float32. Zero becomes 2**-127, infinity NaN.
-    """
-    bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    half = np.where(bits < 0x800000, np.uint32(0x3FFFFF), np.uint32(0x400000))
-    exponents: npt.NDArray[np.uint32] = (bits + half) >> np.uint32(23)
-    return np.minimum(exponents, 0xFF).astype(np.uint8)
 
 
 def _has_nan(tile: Bytes, dtype: str) -> bool:
@@ -352,10 +318,6 @@ def _has_nan(tile: Bytes, dtype: str) -> bool:
     if dtype in ("F64", "F32"):
         # The maximum is NaN if any element is.
         return bool(np.isnan(np.maximum.reduce(tile.view(NUMPY_DTYPES[dtype]))))
-    if dtype == "F8_E8M0":
-        return int(np.maximum.reduce(tile)) == 0xFF
-    if dtype in ("F8_E4M3FNUZ", "F8_E5M2FNUZ"):
-        return int(np.minimum.reduce(tile.view(np.int8))) == -0x80
     return _greatest_magnitude(tile, dtype) >= _FIRST_NAN[dtype]
 
 

@@ -10,15 +10,16 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from shmload._checkpoints.dtypes import unit_nbytes
 from shmload._host.reading import READ_NBYTES
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
-from shmload.workers.reader import FillError, Reader, Source, Span
+from shmload.workers.reader import FillError, Reader, Source
 
 if TYPE_CHECKING:
     from shmload.workers.convert import Converter
@@ -33,17 +34,6 @@ _REPORT_INTERVAL_S = 0.1
 
 Report = Callable[[int], None]
 """Called with the number of bytes that were read since the last call."""
-
-
-class _Block(NamedTuple):
-    """Elements of a run that are converted at a time."""
-
-    run: Run
-    first: int
-    """The number of the first in the run."""
-    elements: int
-    span: Span
-    """Where they lie in the shard."""
 
 
 class Filler:
@@ -77,13 +67,12 @@ class Filler:
         pending = 0
         report_at = 0.0  # at once after the first block: the piece has begun
         blocks = list(_cut(runs))
-        views = self._reader.read(source, [block.span for block in blocks], lambda: report(0))
+        views = self._reader.read(source, blocks, lambda: report(0))
         with contextlib.closing(views):
-            for (run, first, count, _), read in zip(blocks, views, strict=True):
-                target_nbytes = unit_nbytes(run.source, run.target)[1]
-                written = self._convert(run, read, count, target_nbytes)
+            for block, read in zip(blocks, views, strict=True):
+                written = self._convert(block, read)
                 digest.update(written)
-                _write(target, written, run.target_offset + first * target_nbytes)
+                _write(target, written, block.target_offset)
                 pending += len(read)
                 if pending >= _BLOCK_NBYTES and time.monotonic() > report_at:
                     report(pending)
@@ -93,10 +82,10 @@ class Filler:
             report(pending)
         return digest.digest()
 
-    def _convert(self, run: Run, read: memoryview, count: int, target_nbytes: int) -> memoryview:
-        if run.source == run.target:
+    def _convert(self, block: Run, read: memoryview) -> memoryview:
+        if block.source == block.target:
             return read
-        key = (run.source, run.target)
+        key = (block.source, block.target)
         if key not in self._converters:
             # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
             import numpy  # noqa: F401 first: ml_dtypes would hide that there is no memory for it
@@ -104,27 +93,27 @@ class Filler:
             from shmload.workers.convert import make_converter
 
             self._converters[key] = make_converter(*key, _BLOCK_NBYTES)
-        written = self._target[: count * target_nbytes]
-        self._converters[key](read, written, count)
+        written = self._target[: block.target_nbytes]
+        self._converters[key](read, written, block.count)
         return written
 
 
-def _cut(runs: Iterable[Run]) -> Iterator[_Block]:
+def _cut(runs: Iterable[Run]) -> Iterator[Run]:
     """Cut runs into blocks that end where a read of `READ_NBYTES` of the shard does.
 
     So a read past the page cache takes no more pages than there are bytes for.
     """
-    for run in runs:
-        source_nbytes, target_nbytes = unit_nbytes(run.source, run.target)
+    for offset, target, elements, *kind in map(msgspec.structs.astuple, runs):
+        source_nbytes, target_nbytes = unit_nbytes(*kind)
         most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
-        first = 0
-        while first < run.count:
-            offset = run.source_offset + first * source_nbytes
+        while elements:
             room = (READ_NBYTES - offset % READ_NBYTES) // source_nbytes
             # An element may lie across the boundary.
-            count = min(most, max(1, room), run.count - first)
-            yield _Block(run, first, count, Span(offset, count * source_nbytes))
-            first += count
+            count = min(most, max(1, room), elements)
+            yield Run(offset, target, count, *kind)
+            offset += count * source_nbytes
+            target += count * target_nbytes
+            elements -= count
 
 
 def _write(fd: int, buffer: memoryview, offset: int) -> None:

@@ -20,6 +20,7 @@ from shmload._checkpoints.remote import (
     pointed_object,
 )
 from shmload._host.reading import MAX_READERS, PLAIN, READ_NBYTES, Reading, choose_reading
+from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
 
 if TYPE_CHECKING:
@@ -53,40 +54,27 @@ class FillError(Exception):
         self.offset = offset
 
 
-class Span(NamedTuple):
-    """A part of a shard."""
-
-    offset: int
-    """From the start of the file, in bytes."""
-    nbytes: int
-    """At most `READ_NBYTES`."""
-
-    @property
-    def end(self) -> int:
-        """Where the next one would begin, in bytes."""
-        return self.offset + self.nbytes
-
-
 class Group(NamedTuple):
-    """Spans that one read gets, with what lies between them."""
+    """Runs that one read gets, with what lies between them."""
 
     begin: int
     end: int
-    spans: Sequence[Span]
+    runs: Sequence[Run]
 
 
-def join(spans: Sequence[Span], is_one_read: Callable[[Span, int, Span], bool]) -> Iterator[Group]:
-    """Join spans that follow one another into groups.
+def join(runs: Sequence[Run], is_one_read: Callable[[Run, int, Run], bool]) -> Iterator[Group]:
+    """Join runs that follow one another in the shard into groups.
 
     Args:
-        spans: the spans.
-        is_one_read: tells of a group's first span, its end, and the next span, whether that joins.
+        runs: in the order in which they are read.
+        is_one_read: tells of a group's first run, its end, and the next run, whether that joins.
     """
     first = 0
-    for number in range(1, len(spans) + 1):
-        end = spans[number - 1].end
-        if number == len(spans) or not is_one_read(spans[first], end, spans[number]):
-            yield Group(spans[first].offset, end, spans[first:number])
+    for number in range(1, len(runs) + 1):
+        last = runs[number - 1]
+        end = last.source_offset + last.source_nbytes
+        if number == len(runs) or not is_one_read(runs[first], end, runs[number]):
+            yield Group(runs[first].source_offset, end, runs[first:number])
             first = number
 
 
@@ -96,7 +84,7 @@ def read_in_order(
     most: int,
     wait_for: Callable[["Future[Any]"], memoryview] = lambda future: future.result(),
 ) -> Views:
-    """Yield the bytes of each span, in order, while later groups are read.
+    """Yield the bytes of each run, in order, while later groups are read.
 
     Close the iterator if it is not used up: it waits for the reads that are under way.
 
@@ -119,8 +107,9 @@ def read_in_order(
             content = wait_for(future)
             under_way.popleft()
             go_on()
-            for offset, nbytes in group.spans:
-                yield content[offset - group.begin : offset - group.begin + nbytes]
+            for run in group.runs:
+                begin_of_run = run.source_offset - group.begin
+                yield content[begin_of_run : begin_of_run + run.source_nbytes]
     finally:
         for _, future in under_way:
             if not future.cancel():
@@ -158,20 +147,9 @@ def examine_source(fd: int, workers: int) -> Source:
     if pointed:
         return Source(fd, pointed=pointed)
     # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
-    from shmload._host.reading import examine
+    from shmload._host.reading import examine, open_direct
 
-    return source_to_read(fd, choose_reading(examine(fd), workers))
-
-
-def source_to_read(fd: int, reading: Reading) -> Source:
-    """Return a shard that is read in a way; `close_direct` it in the end.
-
-    Args:
-        fd: descriptor of the shard.
-        reading: the way.
-    """
-    from shmload._host.reading import open_direct
-
+    reading = choose_reading(examine(fd), workers)
     return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
 
 
@@ -191,47 +169,47 @@ class Reader:
     def read(
         self,
         source: Source,
-        spans: Sequence[Span],
+        runs: Sequence[Run],
         wait_longer: Callable[[], None] = lambda: None,
     ) -> Views:
-        """Yield the bytes of each span, in order; each is valid until the next is asked for.
+        """Yield the bytes of each run, in order; each is valid until the next is asked for.
 
         Close the iterator if it is not used up: it waits for the reads that are under way.
 
         Args:
             source: the shard.
-            spans: its parts.
+            runs: none larger than `READ_NBYTES` there.
             wait_longer: called now and then while a server keeps the worker waiting.
 
         Raises:
             FillError: the shard ends early or was replaced, or cannot be read.
         """
         if source.pointed:
-            return self._read_ranges(source.pointed, spans, wait_longer)
+            return self._read_ranges(source.pointed, runs, wait_longer)
         if source.reading.readers:
-            return self._read_ahead(source, spans)
-        return self._read_now(source, spans)
+            return self._read_ahead(source, runs)
+        return self._read_now(source, runs)
 
-    def _read_now(self, source: Source, spans: Sequence[Span]) -> Views:
+    def _read_now(self, source: Source, runs: Sequence[Run]) -> Views:
         self._allow_buffers(1)
-        for offset, nbytes in spans:
-            view = self._buffers[0][:nbytes]
-            _read_fully(source.fd, view, offset, 0)
+        for run in runs:
+            view = self._buffers[0][: run.source_nbytes]
+            _read_fully(source.fd, view, run.source_offset, 0)
             yield view
 
-    def _read_ahead(self, source: Source, spans: Sequence[Span]) -> Views:
+    def _read_ahead(self, source: Source, runs: Sequence[Run]) -> Views:
         depth = min(source.reading.readers, MAX_READERS)
         self._allow_buffers(depth + 1)  # one is in use while the others are filled
         threads = self._start_threads()
         buffers = itertools.cycle(self._buffers[: depth + 1])
         return read_in_order(
-            join(spans, _is_one_read),
+            join(runs, _is_one_read),
             lambda group: threads.submit(_fetch, source, next(buffers), group),
             depth,
         )
 
     def _read_ranges(
-        self, pointed: RemoteObject, spans: Sequence[Span], wait_longer: Callable[[], None]
+        self, pointed: RemoteObject, runs: Sequence[Run], wait_longer: Callable[[], None]
     ) -> Views:
         # Not at the top: most shards are files.
         from shmload._checkpoints.objects import fetch
@@ -246,7 +224,7 @@ class Reader:
                     wait_longer()
 
         threads = self._start_threads()
-        groups = join(spans, is_one_range)
+        groups = join(runs, is_one_range)
         try:
             yield from read_in_order(
                 groups,
@@ -274,18 +252,22 @@ class Reader:
         return self._threads
 
 
-def _is_one_read(first: Span, end: int, span: Span) -> bool:
-    """Join spans that begin one after the other in the same `READ_NBYTES` of the file."""
-    is_near = span.offset // READ_NBYTES == first.offset // READ_NBYTES
+def _is_one_read(first: Run, end: int, run: Run) -> bool:
+    """Join runs that begin one after the other in the same `READ_NBYTES` of the file."""
+    is_near = run.source_offset // READ_NBYTES == first.source_offset // READ_NBYTES
     # An element that lies across the boundary comes with those before it.
-    fits = span.end - first.offset <= READ_NBYTES + _PAGE_NBYTES
-    return span.offset >= end and is_near and fits
+    fits = _nbytes_of(first, run) <= READ_NBYTES + _PAGE_NBYTES
+    return run.source_offset >= end and is_near and fits
 
 
-def is_one_range(first: Span, end: int, span: Span) -> bool:
-    """Join spans that follow one another, with small gaps, into ranges of an object."""
-    is_near = end <= span.offset <= end + _MOST_GAP_NBYTES
-    return is_near and span.end - first.offset <= RANGE_NBYTES
+def is_one_range(first: Run, end: int, run: Run) -> bool:
+    """Join runs that follow one another, with small gaps, into ranges of an object."""
+    is_near = end <= run.source_offset <= end + _MOST_GAP_NBYTES
+    return is_near and _nbytes_of(first, run) <= RANGE_NBYTES
+
+
+def _nbytes_of(first: Run, last: Run) -> int:
+    return last.source_offset + last.source_nbytes - first.source_offset
 
 
 def _fetch(source: Source, buffer: memoryview, group: Group) -> memoryview:

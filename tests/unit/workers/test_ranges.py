@@ -6,8 +6,9 @@ import pytest
 
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
+from shmload._segments.pieces import Run
 from shmload.workers import reader as reader_module
-from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, Source, Span, is_one_range, join
+from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, Source, is_one_range, join
 
 MB = 1 << 20
 CONTENT = bytes(range(251)) * 100_000
@@ -15,27 +16,32 @@ OBJECT = RemoteObject(url="s3://b/model.safetensors", nbytes=len(CONTENT), tag="
 SOURCE = Source(-1, pointed=OBJECT)
 
 
+def span(offset, nbytes):
+    """Return a run of bytes that stay as they are."""
+    return Run(offset, 0, nbytes, "U8", "U8")
+
+
 def whole(begin, nbytes):
     """Return spans of 1 MiB."""
-    return [Span(at, min(MB, begin + nbytes - at)) for at in range(begin, begin + nbytes, MB)]
+    return [span(at, min(MB, begin + nbytes - at)) for at in range(begin, begin + nbytes, MB)]
 
 
 @pytest.mark.parametrize(
     ("spans", "wanted"),
     [
         ([], []),
-        ([Span(8, 100)], [(8, 108)]),
+        ([span(8, 100)], [(8, 108)]),
         (whole(0, 20 * MB), [(0, 8 * MB), (8 * MB, 16 * MB), (16 * MB, 20 * MB)]),
-        ([Span(0, 100), Span(100, 50)], [(0, 150)]),
-        ([Span(0, 100), Span(1000, 50)], [(0, 1050)]),  # a small gap is read, too
-        ([Span(0, 100), Span(MB, 50)], [(0, 100), (MB, MB + 50)]),
-        ([Span(1000, 100), Span(0, 50)], [(1000, 1100), (0, 50)]),
+        ([span(0, 100), span(100, 50)], [(0, 150)]),
+        ([span(0, 100), span(1000, 50)], [(0, 1050)]),  # a small gap is read, too
+        ([span(0, 100), span(MB, 50)], [(0, 100), (MB, MB + 50)]),
+        ([span(1000, 100), span(0, 50)], [(1000, 1100), (0, 50)]),
     ],
 )
 def test_spans_are_joined(spans, wanted):
     found = list(join(spans, is_one_range))
     assert [(each.begin, each.end) for each in found] == wanted
-    assert [span for each in found for span in each.spans] == spans
+    assert [run for each in found for run in each.runs] == spans
     assert all(each.end - each.begin <= RANGE_NBYTES for each in found)
 
 
@@ -59,9 +65,9 @@ def reader():
 
 
 def test_bytes_come_in_the_order_of_the_spans(reader, asked):
-    spans = [*whole(16, 20 * MB), Span(21 * MB, 400), Span(2, 8), Span(22 * MB, 100)]
+    spans = [*whole(16, 20 * MB), span(21 * MB, 400), span(2, 8), span(22 * MB, 100)]
     found = [bytes(view) for view in reader.read(SOURCE, spans, lambda: None)]
-    assert found == [CONTENT[offset : offset + nbytes] for offset, nbytes in spans]
+    assert found == [CONTENT[r.source_offset : r.source_offset + r.source_nbytes] for r in spans]
     assert sorted(asked) == sorted((each.begin, each.end) for each in join(spans, is_one_range))
 
 
@@ -70,7 +76,7 @@ def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
     next(views)
     views.close()
     assert len(asked) <= reader_module.REQUESTS + 1
-    assert [bytes(view) for view in reader.read(SOURCE, [Span(4, 10)], lambda: None)] == [
+    assert [bytes(view) for view in reader.read(SOURCE, [span(4, 10)], lambda: None)] == [
         CONTENT[4:14]
     ]
 
@@ -81,7 +87,7 @@ def test_error_of_a_request_is_raised(reader, monkeypatch):
 
     monkeypatch.setattr(objects, "fetch", fail)
     with pytest.raises(FillError, match="no"):
-        list(reader.read(SOURCE, [Span(0, 8)], lambda: None))
+        list(reader.read(SOURCE, [span(0, 8)], lambda: None))
 
 
 def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
@@ -93,5 +99,5 @@ def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
 
     monkeypatch.setattr(objects, "fetch", fetch)
     monkeypatch.setattr(reader_module, "_SIGN_OF_LIFE_S", 0.01)
-    (view,) = reader.read(SOURCE, [Span(0, 8)], said.set)
+    (view,) = reader.read(SOURCE, [span(0, 8)], said.set)
     assert bytes(view) == CONTENT[:8]

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from shmload._host.reading import PLAIN, READ_NBYTES, Reading, open_direct
+from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
-from shmload.workers.reader import FillError, Reader, Source, Span, examine_source
+from shmload.workers.reader import FillError, Reader, Source, examine_source
 
 _NBYTES = 5 * READ_NBYTES + 1234
 _AHEAD = Reading(3, False, "")
@@ -46,21 +47,26 @@ def reader():
         yield reader
 
 
+def span(offset, nbytes):
+    """Return a run of bytes that stay as they are."""
+    return Run(offset, 0, nbytes, "U8", "U8")
+
+
 def _random_spans(chance):
     spans = []
     for _ in range(chance.randrange(12)):
         offset = chance.randrange(_NBYTES)
         nbytes = chance.choice([1, 8, 4096, 5000, READ_NBYTES - 1, READ_NBYTES])
-        spans.append(Span(offset, min(nbytes, _NBYTES - offset)))
-    return sorted(spans) if chance.random() < 0.5 else spans
+        spans.append(span(offset, min(nbytes, _NBYTES - offset)))
+    return sorted(spans, key=lambda run: run.source_offset) if chance.random() < 0.5 else spans
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_span_has_its_bytes(source, reader, content, seed):
     spans = _random_spans(random.Random(seed))
     views = reader.read(source, spans)
-    for (offset, nbytes), view in zip(spans, views, strict=True):
-        assert view == content[offset : offset + nbytes]
+    for run, view in zip(spans, views, strict=True):
+        assert view == content[run.source_offset : run.source_offset + run.source_nbytes]
 
 
 def test_neighbours_are_read_together_and_ahead(path, reader, monkeypatch):
@@ -74,7 +80,7 @@ def test_neighbours_are_read_together_and_ahead(path, reader, monkeypatch):
     monkeypatch.setattr(os, "preadv", count)
     with path.open("rb") as file:
         source = Source(file.fileno(), _AHEAD)
-        spans = [Span(offset, 1000) for offset in range(0, 2 * READ_NBYTES, 2048)]
+        spans = [span(offset, 1000) for offset in range(0, 2 * READ_NBYTES, 2048)]
         assert sum(len(view) for view in reader.read(source, spans)) == 1000 * len(spans)
     assert sorted(reads) == [0, READ_NBYTES]
 
@@ -89,12 +95,12 @@ def test_elements_across_a_boundary_are_read_with_those_before(path, reader, mon
         spans, offset = [], 100
         while offset + READ_NBYTES < _NBYTES:  # as the filler cuts blocks of 34 bytes
             count = (READ_NBYTES - offset % READ_NBYTES) // 34
-            spans += [Span(offset, count * 34), Span(offset + count * 34, 34)]
+            spans += [span(offset, count * 34), span(offset + count * 34, 34)]
             offset += count * 34 + 34
         for _ in reader.read(Source(file.fileno(), _AHEAD), spans):
             pass
     assert len(reads) == len(spans) // 2
-    assert sum(reads) < sum(span.nbytes for span in spans) + 4096 * len(reads)
+    assert sum(reads) < sum(run.source_nbytes for run in spans) + 4096 * len(reads)
 
 
 def test_short_reads_are_completed(source, reader, content, monkeypatch):
@@ -105,12 +111,12 @@ def test_short_reads_are_completed(source, reader, content, monkeypatch):
         return preadv(fd, [memoryview(buffers[0])[:most]], offset, *flags)
 
     monkeypatch.setattr(os, "preadv", read_less)
-    (view,) = reader.read(source, [Span(5, 20_000)])
+    (view,) = reader.read(source, [span(5, 20_000)])
     assert view == content[5:20_005]
 
 
 def test_end_of_the_file_is_named(source, reader):
-    spans = [Span(0, 10), Span(_NBYTES - 10, 20), Span(_NBYTES + READ_NBYTES, 10)]
+    spans = [span(0, 10), span(_NBYTES - 10, 20), span(_NBYTES + READ_NBYTES, 10)]
     with pytest.raises(FillError) as caught:
         for _ in reader.read(source, spans):
             pass
@@ -127,7 +133,7 @@ def test_error_of_the_kernel_is_named_and_ends_the_reads(source, reader, content
         return preadv(fd, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", fail)
-    spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+    spans = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
     with pytest.raises(FillError, match=os.strerror(errno.EIO)) as caught:
         for _ in reader.read(source, spans):
             pass
@@ -149,7 +155,7 @@ def test_offsets_that_the_disk_refuses_are_read_through_the_page_cache(
             return preadv(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", refuse)
-        (view,) = reader.read(Source(file.fileno(), _AHEAD, direct.fileno()), [Span(7, 5000)])
+        (view,) = reader.read(Source(file.fileno(), _AHEAD, direct.fileno()), [span(7, 5000)])
         assert view == content[7:5007]
 
 
@@ -164,7 +170,7 @@ def test_reads_are_under_way_together(path, reader, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", meet)
     with path.open("rb") as file:
-        spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+        spans = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
         views = reader.read(Source(file.fileno(), _AHEAD), spans)
         assert sum(map(len, views)) == 5 * READ_NBYTES
 
@@ -181,7 +187,7 @@ def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", count)
     with path.open("rb") as file:
-        spans = [Span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+        spans = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
         views = reader.read(Source(file.fileno(), _AHEAD), spans)
         next(views)
         views.close()
