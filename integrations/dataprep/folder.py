@@ -216,8 +216,9 @@ class Folder:
         there: list[str] = listed["keys"]
         if there != keys[: len(there)]:
             raise self._mismatch(f"{path.name} lists other items")
+        is_whole = path.with_suffix(FORMATS[self._format].suffix).exists()
         errors: dict[str, str] = listed["errors"]
-        return errors if len(there) == len(keys) else None
+        return errors if is_whole and len(there) == len(keys) else None
 
 
 class Results(Sequence[Any]):

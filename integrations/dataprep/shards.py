@@ -3,11 +3,12 @@
     shard-00000.safetensors  the arrays of its items that have a result
     shard-00000.json         the keys of its items, and the errors of those that failed
 
-Guarantee: a shard counts once its list exists. Both files appear whole, the list last. The same
+Guarantee: a shard counts once both files exist. They appear whole, the list last. The same
 results in the same order give the same bytes, with the same versions of the libraries.
 """
 
 import json
+import os
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -112,8 +113,14 @@ def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -
     failed = {row.key: errors[row.number] for row in rows if row.number in errors}
     stored = [(row.number, row.key, results[row.number]) for row in rows if row.number in results]
     suffix, _, write = FORMATS[shard.format]
+
+    def write_synced(file: BinaryIO) -> None:
+        write(file, stored)
+        file.flush()
+        os.fsync(file.fileno())  # its name survives with that of the list
+
     try:
-        write_whole(shard.path + suffix, lambda file: write(file, stored))
+        write_whole(shard.path + suffix, write_synced, durable=False)
     except ResultsError:
         raise
     except Exception as exc:
@@ -124,14 +131,21 @@ def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -
     return failed
 
 
-def write_whole(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file whole or not at all; return once it and its name survive a loss of power.
+def write_whole(
+    path: str | Path, write: Callable[[BinaryIO], object], *, durable: bool = True
+) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+        path: of the file.
+        write: writes its content.
+        durable: return once the file and all names in its folder survive a loss of power.
 
     Raises:
         ResultsError: the file system refuses it.
     """
     try:
-        with replacing(path, durable=True) as file:
+        with replacing(path, durable=durable) as file:
             write(file)
     except OSError as exc:
         raise refused(path, exc) from exc

@@ -159,6 +159,15 @@ def test_failed_items_are_tried_again_when_asked(job, folder, first_time):
     assert dataprep.Results(folder).errors == {}
 
 
+def test_shard_whose_file_is_gone_is_done_again(job, folder, digest_of):
+    made = job()
+    made.write(squares, range(8), folder, shard_items=4)
+    before = digest_of(folder)
+    (folder / "shard-00001.safetensors").unlink()
+    assert made.write(squares, range(8), folder, shard_items=4).computed == 4
+    assert digest_of(folder) == before
+
+
 def test_items_that_cannot_be_stored_fail_alone(job, folder):
     values = [np.ones(2), [1], np.array(["a"]), np.ones(1, ">f4"), None, object()]
 
