@@ -109,12 +109,12 @@ def load_pipeline(
             built of them, which later calls get, with or without `keep`. `converted`: only segments
             that had to be made; local files that have the wanted dtypes are mapped themselves, as
             with False. False: new segments belong to this pipeline and go with its last tensor;
-            segments that were resident stay; weights that all go to accelerators pass through a
-            ring instead of segments.
+            segments that were resident stay; of weights that all go to accelerators the host holds
+            only a part at a time.
         share: let other processes attach the segments as long as any process has them. None means
             True for one of several ranks on this host, and keeps the segments at least until all
-            ranks have attached them; it means False with `max_host_memory`, or when there is room
-            for a ring but not for shared segments.
+            ranks have attached them; it means False with `max_host_memory`, or when there is no
+            room to share and all weights go to accelerators.
         workers: number of worker processes; None for as many as there are spare cores.
         verify: recompute the digests of all segments, resident ones too.
         progress: a function that gets bytes done and bytes in all; True or False for a bar or

@@ -18,7 +18,7 @@ from shmload.errors import ArgumentError
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where weights go, by segments or by a ring."""
+    """Where weights go, and what the host holds of them."""
 
     destination: Destination | None
     """Devices that shmload copies weights to; None if they stay on the host, or if the library
@@ -26,7 +26,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     is_bypassed: bool
     """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
     may_stream: bool
-    """Weights may pass through a ring: they go to devices and nothing has to stay on the host."""
+    """The host may hold only a part of the weights at a time: nothing has to stay there."""
 
 
 def choose_route(
