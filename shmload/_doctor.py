@@ -218,7 +218,7 @@ def _devices(_: _Needs) -> _Judgement:
         detail = f"there is a driver, but torch {torch.__version__} finds no device"
         return "warn", detail, "python -c 'import torch; print(torch.zeros(1).cuda())'"
     rooms = (f"{name}, {format_nbytes(free[name] or 0)} free" for name in names)
-    return "ok", "; ".join(rooms) or "no accelerator", ""
+    return "ok", f"torch {torch.__version__}: {'; '.join(rooms) or 'no accelerator'}", ""
 
 
 _CHECKS = {

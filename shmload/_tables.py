@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # In letters: columns of such texts are never folded, and no column is folded to less than this. A
 # table that needs more than a narrow terminal has is as wide as it must be.
-_SHORT, _LEAST = 14, 12
+_SHORT, _LEAST = 14, 10
 # In columns: more than any row has.
 _UNBOUNDED = 1 << 16
 

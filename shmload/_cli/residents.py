@@ -47,7 +47,7 @@ def _names_argument(*, is_required: bool = False) -> Callable[..., click.Command
         "patterns",
         nargs=-1,
         required=is_required,
-        metavar="NAME|ID|PATH...",
+        metavar="NAME|ID|PATH..." if is_required else "[NAME|ID|PATH]...",
         shell_complete=_complete_names,
     )
 

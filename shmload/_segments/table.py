@@ -177,7 +177,7 @@ def _row(model: Model, now: float) -> dict[str, str | Cell]:
         "DTYPE": model.dtype or "-",
         "SIZE": format_nbytes(model.nbytes),
         "USED BY": Cell(users, "green" if model.is_leased else ""),
-        "LAST USED": "now" if model.is_leased else format_age(now - model.used_at),
+        "IDLE": "-" if model.is_leased else format_age(now - model.used_at),
         "KEPT": _kept(model, now),
         "COMPONENTS": ", ".join(model.components) or "-",
     }

@@ -90,7 +90,7 @@ def test_idle_models_count_as_room(facts):
         "ok",
         "1.00 GiB available, 2.00 GiB more of idle models",
     )
-    budget = Budget(GIB, "SHMLOAD_BUDGET", ("raise SHMLOAD_BUDGET",))
+    budget = Budget(GIB, "SHMLOAD_BUDGET", "raise SHMLOAD_BUDGET")
     found = facts(chosen_budget=budget, evictable=[])["budget"]
     assert found.state == "warn"
     assert "SHMLOAD_BUDGET" in found.detail
@@ -130,7 +130,9 @@ def test_devices_are_named_with_their_free_memory(facts, monkeypatch):
         free_nbytes=lambda names: dict.fromkeys(names, GIB),
     )
     monkeypatch.setattr(_doctor, "kinds", kinds)
-    assert facts()["devices"].detail == "cuda:0, 1.00 GiB free; cuda:1, 1.00 GiB free"
+    detail = facts()["devices"].detail
+    assert detail.startswith("torch ")
+    assert detail.endswith(": cuda:0, 1.00 GiB free; cuda:1, 1.00 GiB free")
 
 
 def test_torch_that_is_broken_is_said(facts, monkeypatch):

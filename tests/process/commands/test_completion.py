@@ -52,8 +52,8 @@ def test_last_folder_of_a_name_is_completed(tmp_path, evicts, complete):
         save_file(TENSORS, tmp_path / folder / "style.safetensors")
         shmload.warm(tmp_path / folder / "style.safetensors", dtype="bfloat16")
     assert complete("bash", "rm", "sty") == ["plain,style.safetensors"]
-    lines = complete("bash", "rm", "team-")
-    assert lines == ["plain,team-a/style.safetensors", "plain,team-b/style.safetensors"]
+    lines = complete("bash", "rm", str(tmp_path / "team-a"))
+    assert lines == [f"plain,{tmp_path}/team-a/style.safetensors"]
 
 
 def test_ids_are_completed_and_other_words_are_paths(resident, complete):

@@ -192,7 +192,7 @@ def test_listing_is_complete_and_has_no_colours_off_a_terminal(pipelines, comman
     shown = command("ls")[1]
     assert "stable-diffusion" in shown
     assert "\x1b" not in shown
-    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "LAST USED", "COMPONENTS"]
+    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "IDLE", "COMPONENTS"]
     assert re.split("  +", shown.splitlines()[0]) == titles
 
 
