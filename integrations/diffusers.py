@@ -129,7 +129,7 @@ def load_pipeline(
 
     Raises:
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault;
-            `ComponentFailed` if a component of a modular pipeline is missing, or cannot be loaded.
+            `CheckpointError` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
     options = Options(

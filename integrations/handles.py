@@ -22,7 +22,7 @@ from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._loading.progress import Callback
 from shmload._segments.removal import remove_leftovers
-from shmload.errors import ArgumentError, SourceChanged, SourceNotFound
+from shmload.errors import ArgumentError, ShardChanged, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
 
 # Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
@@ -89,7 +89,7 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
         )
         found = find_whole_source(wanted)
         if not found.is_pipeline:
-            raise SourceNotFound(found.given, "no pipeline; give a directory or hub id of one")
+            raise SourceNotFound(f"{found.given}: no pipeline; give a directory or hub id of one")
         dtype = settle_dtype(wanted.dtype, found)
         arguments = msgspec.structs.replace(wanted, dtype=dtype).arguments
         if pipeline_class is not None:
@@ -133,7 +133,7 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
             how: `workers`, `verify` and `progress`, as for `load_pipeline`; for the first call.
 
         Raises:
-            SourceChanged: the source's files have changed since the handle was made.
+            ShardChanged: the source's files have changed since the handle was made.
             ShmloadError: as `load_pipeline`.
         """
         arguments, _ = self._read()
@@ -144,7 +144,11 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
                 # After the load, which itself notices a file that changes while it reads: if the
                 # files are unchanged now, they were unchanged during the load.
                 if Handle.of(**arguments) != self:
-                    raise SourceChanged(arguments["source"])
+                    raise ShardChanged(
+                        f"the weights of {arguments['source']} were replaced since they were "
+                        "shared; share them again, and restart the processes that use the old ones",
+                        path=arguments["source"],
+                    )
                 _loaded[self.text] = pipe
             return _loaded[self.text]
 

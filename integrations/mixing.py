@@ -103,7 +103,7 @@ def _adapter(lora: _Lora) -> _Adapter:
 def _local(path: _Path) -> Path:
     found = Path(expand_home(path))
     if not found.exists():
-        raise SourceNotFound(path, "no such file or directory; mix() takes local paths")
+        raise SourceNotFound(f"{path}: no such file or directory; mix() takes local paths")
     return found
 
 

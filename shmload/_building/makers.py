@@ -228,9 +228,8 @@ def _find_pipeline(wanted: Wanted, kwargs: Mapping[str, Any]) -> Source:
     found = find_source(wanted, kwargs)
     if not found.is_pipeline:
         raise SourceNotFound(
-            wanted.source,
-            "not a pipeline (no model_index.json or modular_model_index.json); use load_model for "
-            "a model, and load_state_dict or view for files",
+            f"{wanted.source}: not a pipeline (no model_index.json or modular_model_index.json); "
+            "use load_model for a model, and load_state_dict or view for files"
         )
     variant = wanted.variant
     if variant and not any(has_variant(found.root / name, variant) for name in found.components):

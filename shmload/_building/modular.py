@@ -15,14 +15,13 @@ import torch
 from shmload._building.classes import find_class
 from shmload._building.libraries import inside, libraries_lock
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.modular import is_absent, is_foreign
+from shmload._checkpoints.modular import component_failed, is_absent, is_foreign
 from shmload._checkpoints.source import no_component
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import component_specs, dtype_keyword
 from shmload.errors import (
     ArgumentError,
     CapacityError,
-    ComponentFailed,
     LibraryError,
 )
 
@@ -57,7 +56,7 @@ def make_modular(
         load_model: loads a model.
 
     Raises:
-        ComponentFailed: a component is missing, or cannot be loaded.
+        CheckpointError: a component is missing, or cannot be loaded.
         LibraryError: diffusers 0.35 has other specs.
         UnknownComponent: the pipeline has no component of a name.
         Exception: of the library, for the pipeline itself.
@@ -135,7 +134,7 @@ def _load(
             if _is_left_out(spec, wanted):  # of a repository that is here by now
                 continue
             said = "; ".join([str(exc), *getattr(exc, "__notes__", ())])
-            raise ComponentFailed(spec.name, source, said) from exc
+            raise component_failed(spec.name, source, said) from exc
         # As `ComponentSpec.load` and `load_components` note what they have loaded.
         spec.type_hint = spec.type_hint or type(model)
         model._diffusers_load_id = spec.load_id
@@ -146,7 +145,7 @@ def _load(
         pipe.load_components([spec.name for spec in others], **given)
     for spec in others:  # the library only warns of one that it cannot load
         if _source_of(spec) and spec.type_hint and getattr(pipe, spec.name, None) is None:
-            raise ComponentFailed(spec.name, _source_of(spec), "the library's warning says why")
+            raise component_failed(spec.name, _source_of(spec), "the library's warning says why")
 
 
 def _arguments_of(spec: Any, given: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
-from shmload.errors import ArgumentError, PickleUnread
+from shmload.errors import ArgumentError
 
 _METHOD = "from_single_file"
 
@@ -59,7 +59,7 @@ def find_single_file(wanted: Wanted) -> Source:
     alone = msgspec.structs.replace(wanted, hub=hub)
     found = find_source(alone)
     why = why_file_is_unread(found.root)
-    if why and not isinstance(why, PickleUnread):  # the library could only say less
+    if why and not getattr(why, "why", ""):  # the library could only say less
         raise why
     if why:
         return msgspec.structs.replace(found, checkpoints=(), unread=("",))

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.dtypes import BLOCKS, NBITS
-from shmload.errors import ShardUnreadable, ShmloadError
+from shmload._host.files import unreadable
+from shmload.errors import ShardTruncated, ShmloadError
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
@@ -166,4 +167,15 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     except ShmloadError:  # some are OSErrors, too
         raise
     except OSError as exc:
-        raise ShardUnreadable(path, exc.strerror or str(exc)) from exc
+        raise unreadable(path, exc.strerror or str(exc), exc.errno) from exc
+
+
+def truncated(path: str | os.PathLike[str], wanted: int | None, got: int) -> ShardTruncated:
+    """Return the error for a file that is too short; its arguments are those of the error."""
+    expected = "its end is missing" if wanted is None else f"{wanted} bytes expected"
+    return ShardTruncated(
+        f"{path} is truncated: {expected}, {got} bytes are there; download it again",
+        path=path,
+        wanted=wanted,
+        got=got,
+    )

@@ -75,7 +75,7 @@ def _find(
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
-        raise SourceNotFound(given, exc.strerror or str(exc)) from exc
+        raise SourceNotFound(f"{given}: {exc.strerror or str(exc)}") from exc
     if not _HUB_ID.fullmatch(str(given)):
         raise not_found(given, "no such file or directory")
     from huggingface_hub import constants  # not for what is on the disk
@@ -165,7 +165,7 @@ def find_cached(repo_id: str, hub: Hub) -> Path | None:
             found = try_to_load_from_cache(repo_id, name, **where)
         except ValueError as exc:  # such as `a--b`, which is not a valid hub id
             raise SourceNotFound(
-                repo_id, f"no such file or directory, nor a hub id: {exc}"
+                f"{repo_id}: no such file or directory, nor a hub id: {exc}"
             ) from exc
         if isinstance(found, str):
             return Path(found).parent
@@ -287,4 +287,4 @@ def bring_file(url: str, hub: Hub) -> Path | None:
         return Path(hf_hub_download(wanted.repo_id, wanted.name, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         name = f"{wanted.repo_id}/{wanted.name}"
-        raise SourceNotFound(name, _why_not_downloaded(exc, hub)) from exc
+        raise SourceNotFound(f"{name}: {_why_not_downloaded(exc, hub)}") from exc

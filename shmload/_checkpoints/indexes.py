@@ -33,9 +33,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {_MAX_JSON_NBYTES} bytes")
         found = json.loads(content)
     except (OSError, ValueError, RecursionError) as exc:
-        raise IndexMalformed(path, f"it cannot be read as JSON ({exc})") from exc
+        raise _malformed(path, f"it cannot be read as JSON ({exc})") from exc
     if not isinstance(found, dict):
-        raise IndexMalformed(path, "it is not a JSON object")
+        raise _malformed(path, "it is not a JSON object")
     return found
 
 
@@ -69,20 +69,23 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
     """
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise IndexMalformed(index_path, "it has no weight_map")
+        raise _malformed(index_path, "it has no weight_map")
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise IndexMalformed(index_path, "its weight_map has a value that is not a file's name")
+        raise _malformed(index_path, "its weight_map has a value that is not a file's name")
     names = sorted(set(weight_map.values()))
     for name in names:
         if is_of_diffusers(index_path.name) and not _is_entry(name):
             why = "and diffusers takes only names of files in the index's own directory"
-            raise IndexMalformed(index_path, f"it names {name!r}, {why}", _MOVE)
+            raise _malformed(index_path, f"it names {name!r}, {why}", _MOVE)
         if leads_outside(name):
-            raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory", _MOVE)
+            raise _malformed(index_path, f"it names {name!r}, outside its own directory", _MOVE)
     shards = tuple(index_path.parent / name for name in names)
     for shard in shards:
         if not os.path.exists(shard):  # Path.exists raises if the name is too long
-            raise ShardMissing(shard, index_path)
+            raise ShardMissing(
+                f"{shard}, named by {index_path}, does not exist; download the checkpoint again",
+                path=shard,
+            )
     return shards
 
 
@@ -108,8 +111,14 @@ def require_beside(name: str, index_path: Path) -> None:
     The user did not name such a file.
     """
     if not _is_entry(name):
-        raise IndexMalformed(index_path, f"it names {name!r}, outside its own directory")
+        raise _malformed(index_path, f"it names {name!r}, outside its own directory")
 
 
 def _is_entry(name: str) -> bool:
     return name not in ("", ".", "..") and name == os.path.basename(name)
+
+
+def _malformed(
+    path: str | os.PathLike[str], reason: str, remedy: str = "download the checkpoint again"
+) -> IndexMalformed:
+    return IndexMalformed(f"{path}: {reason}; {remedy}", path=path)

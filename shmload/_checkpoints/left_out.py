@@ -17,7 +17,6 @@ from shmload._checkpoints.weights import (
     why_file_is_unread,
 )
 from shmload._wording import format_nbytes, nearest
-from shmload.errors import PickleUnread
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +59,7 @@ def find_left_out(source: Source, variant: str | None) -> tuple[LeftOut, ...]:
                     path=path,
                     kind=f"variant {variant_of(path.name)}" if is_variant else _kind_of(path.name),
                     nbytes=os.stat(path).st_size,
-                    why=cause.why if isinstance(cause, PickleUnread) else "",
+                    why=getattr(cause, "why", ""),
                 )
             )
     return tuple(found)

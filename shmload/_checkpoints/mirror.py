@@ -53,8 +53,9 @@ def mirror(wanted: Wanted) -> Path:
     require_readable_url(given)
     url = plain_url(given)
     if is_of_weights(url) and format_named(url) is not OF_SEGMENTS:
-        reason = f"only {OF_SEGMENTS.name} are read from there; download the file first"
-        raise SourceNotFound(given, reason)
+        raise SourceNotFound(
+            f"{given}: only {OF_SEGMENTS.name} are read from there; download the file first"
+        )
     home, name = mirror_home(url), posixpath.basename(url)
     sought = (wanted.hub.folder, wanted.variant, wanted.hub.weight_names)
     key = _digest(msgspec.json.encode(sought))[:8]
@@ -66,13 +67,13 @@ def mirror(wanted: Wanted) -> Path:
             return max(trees, key=os.path.getmtime) / name
         return _write_tree(home, key, name, find_objects(url, wanted))
     except FetchError as exc:
-        raise SourceNotFound(given, str(exc)) from exc
+        raise SourceNotFound(f"{given}: {exc}") from exc
     except (OSError, ValueError) as exc:
         if wanted.hub.local_files_only:
             reason = "not in the cache, and local_files_only forbids to ask"
-            raise SourceNotFound(given, reason) from exc
+            raise SourceNotFound(f"{given}: {reason}") from exc
         reason = f"its mirror {home} cannot be written: {exc}; set SHMLOAD_CACHE_DIR"
-        raise SourceNotFound(given, reason) from exc
+        raise SourceNotFound(f"{given}: {reason}") from exc
 
 
 def _write_tree(home: Path, key: str, name: str, objects: Found) -> Path:

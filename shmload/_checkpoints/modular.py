@@ -19,7 +19,7 @@ from shmload._checkpoints.resolve import WITHOUT_WEIGHTS, subfolder_of
 from shmload._checkpoints.source import Checkpoint, Source, no_component
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import weights_in
-from shmload.errors import ComponentFailed, ShmloadError
+from shmload.errors import CheckpointError, ShmloadError
 
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -41,7 +41,7 @@ def find_whole_source(wanted: Wanted) -> Source:
     """Find a source; of a modular pipeline the components too, wherever they are.
 
     Raises:
-        SourceNotFound, CheckpointError: as `find_source`; `ComponentFailed` is one.
+        SourceNotFound, CheckpointError: as `find_source`; `CheckpointError` is one.
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
     found = find_source(wanted)
@@ -112,7 +112,7 @@ def _find(spec: Spec, wanted: Wanted) -> Checkpoint:
     """Return the checkpoint of a component, without shards if shmload reads none.
 
     Raises:
-        ComponentFailed: it is nowhere, or its files are damaged.
+        CheckpointError: it is nowhere, or its files are damaged.
     """
     try:
         if is_foreign(spec.source):  # the library refuses it
@@ -131,7 +131,7 @@ def _find(spec: Spec, wanted: Wanted) -> Checkpoint:
             subfolder_of(own_wanted, found.root) if spec.class_name else found.root / where.folder
         )
     except ShmloadError as exc:
-        raise ComponentFailed(spec.name, spec.source, exc) from exc
+        raise component_failed(spec.name, spec.source, exc) from exc
     if not found.checkpoints:
         return Checkpoint(component=spec.name, folder=folder, shards=())
     own = found.checkpoints[0]
@@ -154,3 +154,13 @@ def class_named_by(value: Any) -> tuple[str, str]:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def component_failed(name: str, source: object, cause: object) -> CheckpointError:
+    """Return the error for a component that cannot be loaded from where its spec points."""
+    return CheckpointError(
+        f"component {name} cannot be loaded from {source}: {cause}; to do without it, name the "
+        "others in `components`",
+        name=name,
+        source=source,
+    )

@@ -13,7 +13,7 @@ from shmload._checkpoints.dtypes import BLOCKS, FLOATS
 from shmload._checkpoints.formats.known import dequantiser
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._checkpoints.source import Checkpoint
-from shmload.errors import KindNotDequantised
+from shmload.errors import CheckpointError
 
 # As torchao, Nunchaku and others write it into a file or a configuration.
 _CONFIG_KEY = "quantization_config"
@@ -74,7 +74,7 @@ def require_dequantised(
 
     Raises:
         LibraryError: the package for that is not installed.
-        KindNotDequantised: it does not know a kind.
+        CheckpointError: it does not know a kind.
     """
     first: dict[str, str] = {}
     for tensor in tensors:
@@ -84,4 +84,9 @@ def require_dequantised(
         try:
             dequantiser(kind, path)
         except NotImplementedError:
-            raise KindNotDequantised(path, name, kind) from None
+            raise CheckpointError(
+                f"{path}: its tensor {name!r} has the kind {kind}, which the installed gguf "
+                "package does not dequantise; update the package, load without dtype to get the "
+                "blocks as they are, or download the model in another kind",
+                path=path,
+            ) from None

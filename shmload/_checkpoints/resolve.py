@@ -38,7 +38,7 @@ from shmload._checkpoints.weights import (
     is_left,
     weights_in,
 )
-from shmload._wording import nearest
+from shmload._wording import nearest, nearest_name
 from shmload.errors import (
     ArgumentError,
     ShardMissing,
@@ -92,7 +92,7 @@ def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
-        raise SourceNotFound(wanted.source, exc.strerror or str(exc)) from exc
+        raise SourceNotFound(f"{wanted.source}: {exc.strerror or str(exc)}") from exc
 
 
 def subfolder_of(wanted: Wanted, root: Path) -> Path:
@@ -110,7 +110,7 @@ def subfolder_of(wanted: Wanted, root: Path) -> Path:
     if root.is_dir() and not (root / name).is_dir():
         folders = sorted(each.name for each in root.iterdir() if each.is_dir())
         near = nearest(name, folders)
-        raise SourceNotFound(wanted.source, f"it has no subfolder {name!r}{near}")
+        raise SourceNotFound(f"{wanted.source}: it has no subfolder {name!r}{near}")
     return root / name
 
 
@@ -166,7 +166,7 @@ def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None =
         IndexMalformed, ShardMissing: as `resolve`.
     """
     if not os.path.exists(root):
-        raise SourceNotFound(wanted.source, _NOWHERE)
+        raise SourceNotFound(f"{wanted.source}: {_NOWHERE}")
     variant, use_safetensors = wanted.variant, (kwargs or {}).get("use_safetensors")
     folder = root / (wanted.hub.subfolder or "")
     is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
@@ -201,7 +201,15 @@ def _resolve_named(wanted: Wanted, root: Path) -> Source:
                 f"weight_name is {name!r}; give a name, and its folder as subfolder"
             )
         if not os.path.exists(root / name):
-            raise ShardMissing(root / name, "weight_name", weights_in(root))
+            there = weights_in(root)
+            by_stem = {os.path.splitext(each)[0]: each for each in there}  # endings are all alike
+            near = nearest_name(os.path.splitext(name)[0], list(by_stem))
+            hint = f"; did you mean {by_stem[near]!r}?" if near else ""
+            raise ShardMissing(
+                f"{root / name}, named by weight_name, does not exist; there are "
+                f"{', '.join(there) or 'none'}{hint}",
+                path=root / name,
+            )
     return _without_class(wanted, root, root, tuple(root / name for name in names))
 
 
@@ -291,7 +299,7 @@ def _resolve_component(wanted: Wanted, root: Path, formats: Sequence[Format]) ->
         for name in sorted(each for each in names if ".index." in each):
             indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
-        raise SourceNotFound(wanted.source, reason)
+        raise SourceNotFound(f"{wanted.source}: {reason}")
     return Source(
         given=wanted.source, root=root, is_complete=False, unread=("",), choices=tuple(others)
     )
@@ -327,4 +335,9 @@ def _require_weights(folder: Path, names: Collection[str], library: str, class_n
     is_model = library and "config.json" in names and not class_name.endswith(WITHOUT_WEIGHTS)
     has_index = any(".index." in name for name in names)  # its shards may lie elsewhere
     if is_model and not has_index and all(name.endswith(".json") for name in names):
-        raise ShardMissing(folder / default_name(names, library), folder / "config.json")
+        missing = folder / default_name(names, library)
+        raise ShardMissing(
+            f"{missing}, named by {folder / 'config.json'}, does not exist; download the "
+            "checkpoint again",
+            path=missing,
+        )

@@ -233,7 +233,8 @@ def expand_home(given: _Given) -> _Given:
 def not_found(given: _Given, reason: str) -> SourceNotFound:
     """Return the error for a source that is nowhere, with the nearest path that exists."""
     near = nearest_path(given)
-    return SourceNotFound(given, f"{reason}; did you mean {near}?" if near else reason)
+    hint = f"; did you mean {near}?" if near else ""
+    return SourceNotFound(f"{given}: {reason}{hint}")
 
 
 def nearest_path(given: _Given) -> Path | None:

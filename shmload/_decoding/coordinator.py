@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 
 from shmload._checkpoints.identity import is_unchanged
 from shmload._decoding.allowance import Allowance
-from shmload._decoding.job import DecodeCancelled, Job, OnBytes, OnPiece, decode_here, error_of
+from shmload._decoding.job import (
+    DecodeCancelled,
+    Job,
+    OnBytes,
+    OnPiece,
+    changed,
+    decode_here,
+    error_of,
+)
 from shmload._decoding.worker_process import Piece, WorkerProcess
 from shmload._host.limits import no_memory
 from shmload._segments.pieces import Run, combine_digests, range_of
@@ -23,7 +31,6 @@ from shmload._settings import settings
 from shmload._wording import logger_of
 from shmload.errors import (
     ProtocolError,
-    ShardChanged,
     ShmloadError,
     WorkerError,
 )
@@ -102,7 +109,7 @@ class Coordinator:
             ]
         for job in jobs:
             if not is_unchanged(job.source, os.fstat(job.source_fd)):
-                raise ShardChanged(job.path)
+                raise changed(job.path)
         return digests
 
 

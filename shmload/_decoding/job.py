@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from shmload._checkpoints.header import truncated
 from shmload._checkpoints.identity import Stat
+from shmload._host.files import unreadable
 from shmload._host.limits import is_lack_of_memory, no_memory
 from shmload._host.shm import shm_free_nbytes
 from shmload._segments.pieces import Run, combine_digests
 from shmload.errors import (
     ShardChanged,
-    ShardTruncated,
-    ShardUnreadable,
     SharedMemoryFull,
     ShmloadError,
     WorkerError,
@@ -95,11 +95,11 @@ def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError
     """
     match reason:
         case Reason.TRUNCATED:
-            return ShardTruncated(job.path, job.source.st_size, offset)
+            return truncated(job.path, job.source.st_size, offset)
         case Reason.READ_ERROR:
-            return ShardUnreadable(job.path, detail)
+            return unreadable(job.path, detail)
         case Reason.CHANGED:
-            return ShardChanged(job.path)
+            return changed(job.path)
         case Reason.NO_SPACE:
             return SharedMemoryFull(
                 job.nbytes,
@@ -114,3 +114,10 @@ def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError
             error = WorkerError(text, path=job.path)
             error.add_note(detail)
             return error
+
+
+def changed(path: str | os.PathLike[str]) -> ShardChanged:
+    """Return the error for a shard that has changed while it was decoded."""
+    return ShardChanged(
+        f"{path} changed while it was read; load again when no process writes to it", path=path
+    )

@@ -62,14 +62,16 @@ def open_source(path: str | os.PathLike[str]) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError as exc:
-        raise ShardMissing(path) from exc
+        raise ShardMissing(
+            f"{path} does not exist; download the checkpoint again", path=path
+        ) from exc
     except OSError as exc:
         if exc.errno == errno.EMFILE:
             raise too_many_files(path) from exc
-        raise ShardUnreadable(path, exc.strerror or str(exc), exc.errno or errno.EIO) from exc
+        raise unreadable(path, exc.strerror or str(exc), exc.errno) from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ShardUnreadable(path, "it is not a regular file")
+        raise unreadable(path, "it is not a regular file")
     return fd
 
 
@@ -89,3 +91,21 @@ def read_ahead(fd: int) -> None:
     """Ask the kernel to read a whole file into the page cache; return at once."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def unreadable(
+    path: str | os.PathLike[str], reason: str, number: int | None = None
+) -> ShardUnreadable:
+    """Return the error for a file, or an object at a URL, that cannot be read.
+
+    Args:
+        path: of the file, or the URL.
+        reason: what the kernel or the server says.
+        number: the kernel's number of it.
+    """
+    remedy = "check its permissions and the disk it is on"
+    if "://" in str(path):
+        remedy = "check the network and the credentials, and load again"
+    return ShardUnreadable(
+        f"{path} cannot be read: {reason}; {remedy}", path=path, errno=number or errno.EIO
+    )

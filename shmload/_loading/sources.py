@@ -83,13 +83,13 @@ def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
         found = msgspec.structs.replace(found, checkpoints=tuple(below))
     if found.choices:
         raise SourceNotFound(
-            wanted.source,
-            f"it has several files of weights: {', '.join(found.choices)}; choose with weight_name",
+            f"{wanted.source}: it has several files of weights: {', '.join(found.choices)}; choose "
+            "with weight_name"
         )
     shards, variant = found.shards, wanted.variant
     if variant and shards and variant not in {variant_of(shard.name) for shard in shards}:
         if not may_be_unread:
-            raise SourceNotFound(wanted.source, why_unread(found, variant))
+            raise SourceNotFound(f"{wanted.source}: {why_unread(found, variant)}")
         return msgspec.structs.replace(found, checkpoints=())
     return found
 
@@ -101,7 +101,7 @@ def require_read(source: Source, wanted: Wanted) -> None:
         SourceNotFound: it reads none.
     """
     if not source.checkpoints:
-        raise SourceNotFound(wanted.source, why_unread(source, wanted.variant))
+        raise SourceNotFound(f"{wanted.source}: {why_unread(source, wanted.variant)}")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.formats.known import OF_SEGMENTS, read_header
+from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.quantised import says_quantised
 from shmload._checkpoints.rule import RAW, Rule
@@ -134,8 +134,10 @@ def wrap(fd: int, name: str, segment: Opened | None = None) -> "dict[str, torch.
     tensors = {}
     for spec in header.tensors:
         if spec.dtype not in dtypes:
-            reason = f"torch {torch.__version__} has no dtype for {spec.dtype}"
-            raise ShardMalformed(name, reason, OF_SEGMENTS.name, "update torch")
+            raise ShardMalformed(
+                f"{name}: torch {torch.__version__} has no dtype for {spec.dtype}; update torch",
+                path=name,
+            )
         offset = header.data_offset + spec.begin
         content = mapped[offset : offset + spec.nbytes]
         tensors[spec.name] = as_tensor(content, dtypes[spec.dtype], spec.shape, NBITS[spec.dtype])

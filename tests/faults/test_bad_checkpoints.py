@@ -68,9 +68,7 @@ def test_lying_header(checkpoint, door, kind):
 def test_file_of_another_kind(checkpoint, door, kind):
     content, remedy = OTHERS[kind]
     checkpoint.write_bytes(content)
-    refusal(
-        door, checkpoint, shmload.WrongFormat, checkpoint, "which shmload does not read", remedy
-    )
+    refusal(door, checkpoint, shmload.ShardMalformed, checkpoint, remedy)
 
 
 @every_door

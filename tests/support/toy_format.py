@@ -11,8 +11,8 @@ import random
 import torch
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
-from shmload._checkpoints.header import Format, Header, TensorSpec
-from shmload.errors import ShardMalformed, ShardTruncated
+from shmload._checkpoints.header import Format, Header, TensorSpec, truncated
+from shmload.errors import ShardMalformed
 
 _MAGIC = b"TOY\x00"
 _DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
@@ -21,7 +21,7 @@ _DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 def read_header(fd, path):
     nbytes = os.fstat(fd).st_size
     if nbytes < len(_MAGIC) + 8:
-        raise ShardTruncated(path, len(_MAGIC) + 8, nbytes)
+        raise truncated(path, len(_MAGIC) + 8, nbytes)
     length = int.from_bytes(os.pread(fd, 8, nbytes - 8), "little")
     try:
         entries = json.loads(os.pread(fd, min(length, nbytes - 8), max(0, nbytes - 8 - length)))
@@ -35,7 +35,9 @@ def read_header(fd, path):
             if NBITS[spec.dtype] * torch.Size(spec.shape).numel() != 8 * spec.nbytes:
                 raise ValueError(f"{spec.name!r} has another size")
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError) as exc:
-        raise ShardMalformed(path, f"its trailer is wrong ({exc})", "toy") from exc
+        raise ShardMalformed(
+            f"{path} is not a valid toy file: its trailer is wrong ({exc})", path=path
+        ) from exc
     return Header(tensors=tuple(specs), metadata=None, data_offset=0)
 
 

@@ -2,13 +2,14 @@
 
 import os
 
-from shmload.errors import WrongFormat
+from shmload._wording import format_nbytes
+from shmload.errors import ShardMalformed
 
 _POINTER = b"version https://git-lfs"
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
 
 
-def refusal(head: bytes, path: str | os.PathLike[str], nbytes: int) -> WrongFormat | None:
+def refusal(head: bytes, path: str | os.PathLike[str], nbytes: int) -> ShardMalformed | None:
     """Return the error for a file that its format's reader refuses; None if its kind is unknown.
 
     Args:
@@ -17,11 +18,15 @@ def refusal(head: bytes, path: str | os.PathLike[str], nbytes: int) -> WrongForm
         nbytes: its size.
     """
     if head.startswith(_POINTER):
-        return WrongFormat(path, "git-lfs pointer", nbytes, "run `git lfs pull`")
-    if head.lstrip().lower().startswith(_PAGES):
-        remedy = (
-            "it was saved instead of the weights: log in if the model asks for that "
-            "(`hf auth login`), and download it again"
+        return ShardMalformed(
+            f"{path} is a git-lfs pointer ({format_nbytes(nbytes)}) in the place of a file: run "
+            "`git lfs pull`",
+            path=path,
         )
-        return WrongFormat(path, "web page", nbytes, remedy)
+    if head.lstrip().lower().startswith(_PAGES):
+        return ShardMalformed(
+            f"{path} is a web page ({format_nbytes(nbytes)}) that was saved instead of the "
+            "weights: log in if the model asks for that (`hf auth login`), and download it again",
+            path=path,
+        )
     return None

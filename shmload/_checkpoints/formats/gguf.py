@@ -33,7 +33,9 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         try:
             return read_described(fd, "gguf", "gguf")
         except NotDescribed as exc:
-            raise ShardMalformed(path, str(exc), "GGUF") from None
+            raise ShardMalformed(
+                f"{path} is not a valid GGUF file: {exc}; download it again", path=path
+            ) from None
 
 
 def _dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:

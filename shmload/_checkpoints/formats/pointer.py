@@ -20,9 +20,10 @@ from shmload._checkpoints.remote import (
     mirrors_folder,
     pointed_object,
 )
+from shmload._host.files import unreadable
 from shmload._host.memo import Memo
 from shmload._host.private import require_own
-from shmload.errors import ShardChanged, ShardMalformed, ShardUnreadable, WrongFormat
+from shmload.errors import ShardChanged, ShardMalformed
 
 _NAME = "pointer"
 # One request gets the header of almost every file.
@@ -34,18 +35,22 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     try:
         wanted = pointed_object(fd)
     except msgspec.DecodeError as exc:
-        raise ShardMalformed(path, f"it is damaged: {exc}", _NAME) from exc
+        raise ShardMalformed(
+            f"{path} is a damaged pointer: {exc}; load its URL again", path=path
+        ) from exc
     assert wanted is not None
     if not wanted.url.endswith(SAFETENSORS.suffixes):
-        remedy = f"it reads {SAFETENSORS.name} there; download the file first"
-        where = " from a bucket or a web server"
-        raise WrongFormat(wanted.url, os.path.splitext(wanted.url)[1], wanted.nbytes, remedy, where)
+        raise ShardMalformed(
+            f"{wanted.url}: of the files in a bucket or on a web server shmload reads "
+            f"{SAFETENSORS.name}; download it first",
+            path=wanted.url,
+        )
     real = Path(os.path.realpath(path))
     # It may have come with somebody else's model, and would use this user's credentials.
     try:
         _require_in_cache(real, fd)
     except OSError as exc:
-        raise ShardMalformed(path, f"it points to an object: {exc}", _NAME, "give the URL") from exc
+        raise ShardMalformed(f"{path} points to an object: {exc}; give the URL", path=path) from exc
     memo = Memo("headers", bytes, (wanted.url, wanted.tag, wanted.nbytes))
     kept = memo.read() or b""
 
@@ -59,9 +64,12 @@ def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
     try:
         header = read_front(read, wanted.nbytes, wanted.url)
     except ObjectChanged as exc:
-        raise ShardChanged(wanted.url) from exc
+        raise ShardChanged(
+            f"{wanted.url} changed while it was read; load again when no process writes to it",
+            path=wanted.url,
+        ) from exc
     except FetchError as exc:
-        raise ShardUnreadable(wanted.url, str(exc)) from exc
+        raise unreadable(wanted.url, str(exc)) from exc
     memo.write(kept[: header.data_offset])
     return header
 

@@ -21,10 +21,11 @@ from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
 from shmload._checkpoints.formats.describer import Unread
 from shmload._checkpoints.formats.foreign import refusal
-from shmload._checkpoints.header import Format, Header, TensorSpec, read_head, reading
+from shmload._checkpoints.header import Format, Header, TensorSpec, read_head, reading, truncated
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
-from shmload.errors import PickleUnread, ShardMalformed, ShardTruncated
+from shmload._wording import format_nbytes
+from shmload.errors import ShardMalformed
 
 _ARCHIVE, _ARCHIVE_END = b"PK\3\4", b"PK\5\6"
 # The last record of an archive, and the longest comment behind it.
@@ -44,8 +45,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         path: what errors call it.
 
     Raises:
-        PickleUnread: it is left to the libraries, or is damaged.
-        ShardMalformed: it is no file of PyTorch.
+        ShardMalformed: it is no file of PyTorch, is damaged, or is left to the libraries.
         ShardTruncated: its end is missing.
         ShardUnreadable: the kernel reports an error.
     """
@@ -53,16 +53,29 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         nbytes = os.fstat(fd).st_size
         head = read_head(fd, path)
         if head.startswith(b"\x80"):
-            raise PickleUnread(path, nbytes, "it has the form of torch before 1.6")
+            raise _unread(path, nbytes, "it has the form of torch before 1.6")
         if not head.startswith(_ARCHIVE):
-            reason = "it does not begin with a zip archive"
-            raise refusal(head, path, nbytes) or ShardMalformed(path, reason, "PyTorch")
+            raise refusal(head, path, nbytes) or ShardMalformed(
+                f"{path} is not a valid PyTorch file: it does not begin with a zip archive; "
+                "download it again",
+                path=path,
+            )
         if _ARCHIVE_END not in os.pread(fd, _END_NBYTES, max(0, nbytes - _END_NBYTES)):
-            raise ShardTruncated(path, None, nbytes)
+            raise truncated(path, None, nbytes)
         try:
             return read_described(fd, *_ASKED)
         except NotDescribed as exc:
-            raise PickleUnread(path, nbytes, str(exc)) from None
+            raise _unread(path, nbytes, str(exc)) from None
+
+
+def _unread(path: str | os.PathLike[str], nbytes: int, why: str) -> ShardMalformed:
+    return ShardMalformed(
+        f"{path} is a PyTorch pickle ({format_nbytes(nbytes)}) that shmload does not read: {why}; "
+        "let the library load it, or convert it once: load it with the library and "
+        "`save_pretrained`, or `safetensors.torch.save_file`",
+        path=path,
+        why=why,
+    )
 
 
 def ask_for(paths: Collection[Path]) -> None:

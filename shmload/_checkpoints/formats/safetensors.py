@@ -22,6 +22,7 @@ from shmload._checkpoints.header import (
     TensorSpec,
     read_head,
     reading,
+    truncated,
     wrong_in,
 )
 from shmload.errors import ShardMalformed, ShardTruncated
@@ -40,7 +41,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         path: what errors call the file.
 
     Raises:
-        WrongFormat: it is a git-lfs pointer or a web page.
+        ShardMalformed: it is a git-lfs pointer or a web page.
         ShardMalformed: the header breaks the format.
         ShardTruncated: the file is shorter than its header says.
         ShardUnreadable: the kernel reports an error.
@@ -72,17 +73,17 @@ def read_front(
     """
     start = read(_LENGTH_NBYTES, 0)
     if len(start) < _LENGTH_NBYTES:
-        raise ShardTruncated(path, _LENGTH_NBYTES, file_nbytes)
+        raise truncated(path, _LENGTH_NBYTES, file_nbytes)
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_NBYTES:
         raise _malformed(path, f"its first 8 bytes claim a header of {length} bytes")
     if _LENGTH_NBYTES + length > file_nbytes:
-        raise ShardTruncated(path, _LENGTH_NBYTES + length, file_nbytes)
+        raise truncated(path, _LENGTH_NBYTES + length, file_nbytes)
     raw = read(length, _LENGTH_NBYTES)
     header = parse_header(raw, path)
     wanted = header.data_offset + (header.tensors[-1].end if header.tensors else 0)
     if file_nbytes < wanted:
-        raise ShardTruncated(path, wanted, file_nbytes)
+        raise truncated(path, wanted, file_nbytes)
     if file_nbytes > wanted:
         raise _malformed(path, f"{file_nbytes - wanted} bytes follow the last tensor")
     return header
@@ -149,7 +150,9 @@ def build_header(
 
 
 def _malformed(path: str | os.PathLike[str], reason: str) -> ShardMalformed:
-    return ShardMalformed(path, reason, _NAME)
+    return ShardMalformed(
+        f"{path} is not a valid {_NAME} file: {reason}; download it again", path=path
+    )
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -129,7 +129,7 @@ def test_replaced_source_is_an_error_and_no_mixture(handle, source):
     path = source / "vae" / "diffusion_pytorch_model.safetensors"
     os.utime(path, ns=(1, 1))
     handle.close()  # what this process has loaded it would keep
-    with pytest.raises(shmload.SourceChanged, match="replaced since they were shared"):
+    with pytest.raises(shmload.ShardChanged, match="replaced since they were shared"):
         handle.load()
 
 
@@ -169,7 +169,7 @@ def test_changed_configuration_gives_another_handle(source, name):
     assert shmload.Handle.of(source, components=["vae"]) == before
     path.write_bytes(content + b"\n")
     assert shmload.Handle.of(source, components=["vae"]) != before
-    with pytest.raises(shmload.SourceChanged):
+    with pytest.raises(shmload.ShardChanged):
         before.load()
 
 

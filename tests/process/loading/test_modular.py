@@ -15,7 +15,7 @@ from redirecting import ways  # noqa: F401 a fixture
 
 import shmload
 from shmload._checkpoints.source import MODULAR_INDEX
-from shmload.errors import ArgumentError, ComponentFailed, LibraryError, UnknownComponent
+from shmload.errors import ArgumentError, CheckpointError, LibraryError, UnknownComponent
 
 _BF16 = torch.bfloat16
 _PATH = "pretrained_model_name_or_path"
@@ -272,7 +272,7 @@ def test_component_that_is_missing_is_named(saved, tmp_path, part, fields, cause
     where = fields.get(_PATH, str(saved("sdxl")))
     is_read = part == "unet" and "example" not in where
     for call in (shmload.load_pipeline, shmload.warm) if is_read else (shmload.load_pipeline,):
-        with pytest.raises(ComponentFailed, match=f"component {part} .*{where}.*{cause}") as caught:
+        with pytest.raises(CheckpointError, match=f"component {part} .*{where}.*{cause}") as caught:
             call(source, dtype="bfloat16")
         assert (caught.value.name, caught.value.source) == (part, where)
     assert not shmload.segments()
@@ -285,7 +285,7 @@ def test_component_that_was_left_out_is_an_error_where_it_is_named(saved, tmp_pa
     source = respec(saved("sdxl"), tmp_path / "source", unet=spec)
     assert shmload.load_pipeline(source, components=["vae"]).unet is None
     assert shmload.load_pipeline(source).unet is None
-    with pytest.raises(ComponentFailed, match="component unet"):
+    with pytest.raises(CheckpointError, match="component unet"):
         shmload.load_pipeline(source, components=["unet"])
 
 
@@ -296,7 +296,7 @@ def test_trust_is_for_the_repository_alone(saved, tmp_path):
     (other / "m.py").write_text("open('ran', 'w')")
     spec = {"type_hint": [None, None], _PATH: str(other), "subfolder": ""}
     source = respec(saved("sdxl"), tmp_path / "source", unet=spec)
-    with pytest.raises(ComponentFailed, match=r"component unet .*trust_remote_code"):
+    with pytest.raises(CheckpointError, match=r"component unet .*trust_remote_code"):
         shmload.load_pipeline(source, trust_remote_code=True)
     assert not Path("ran").exists()
 

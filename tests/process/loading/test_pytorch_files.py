@@ -177,7 +177,7 @@ def test_what_is_not_read_is_left_to_the_library(copied, evicts, save):
         assert_equal(shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True), wanted)
     (left,) = shmload.plan(source, dtype=torch.bfloat16).left_out
     assert (left.path, left.component) == (path, "vae")
-    with pytest.raises(shmload.PickleUnread, match="let the library load it"):
+    with pytest.raises(shmload.ShardMalformed, match="let the library load it"):
         shmload.load_state_dict(path)
 
 
@@ -187,7 +187,7 @@ def test_file_of_many_names_for_one_storage_takes_no_room(tmp_path, evicts):
     torch.save(dict.fromkeys(map(str, range(3000)), torch.zeros(1 << 20)), many)
     shmload.warm(weight, dtype="bfloat16")
     for load in (shmload.warm, shmload.load_state_dict):
-        with pytest.raises(shmload.PickleUnread, match=r"take 11\.72 GiB apart"):
+        with pytest.raises(shmload.ShardMalformed, match=r"take 11\.72 GiB apart"):
             load(many, dtype="bfloat16")
     assert len(shmload.segments()) == 1
 
@@ -202,7 +202,7 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
     path = tmp_path / "model.bin"
     torch.save({"a": torch.ones(2), "b": _Calls()}, path)
     with pytest.raises(
-        shmload.PickleUnread, match=r"does not unpickle \S*print; let the lib"
+        shmload.ShardMalformed, match=r"does not unpickle \S*print; let the lib"
     ) as caught:
         shmload.warm(path)
     assert (caught.value.path, caught.value.nbytes) == (path, path.stat().st_size)
@@ -215,6 +215,6 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
         shmload.warm(source)
     older = tmp_path / "older.pt"
     torch.save({"b": _Calls()}, older, _use_new_zipfile_serialization=False)
-    with pytest.raises(shmload.PickleUnread, match=r"the form of torch before 1\.6"):
+    with pytest.raises(shmload.ShardMalformed, match=r"the form of torch before 1\.6"):
         shmload.load_state_dict(older)
     assert "called" not in capfd.readouterr().out

@@ -9,7 +9,7 @@ import torch
 
 from shmload._checkpoints.formats.describer import Unread
 from shmload._checkpoints.formats.pytorch import PYTORCH, describe, read_header
-from shmload.errors import PickleUnread, ShardMalformed, ShardTruncated, WrongFormat
+from shmload.errors import ShardMalformed, ShardTruncated
 
 
 @pytest.fixture
@@ -154,9 +154,9 @@ def test_what_is_no_archive_is_told_without_torch(tmp_path):
 
     older, whole = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.ones(2)}, older, _use_new_zipfile_serialization=False)
-    refuse(older.getvalue(), PickleUnread, r"the form of torch before 1\.6; let the library")
+    refuse(older.getvalue(), ShardMalformed, r"the form of torch before 1\.6; let the library")
     torch.save({"a": torch.ones(200_000)}, whole)
     short = whole.getvalue()[:700_000]
     refuse(short, ShardTruncated, "its end is missing, 700000 bytes are there; download")
-    refuse(b"version https://git-lfs.github.com/spec/v1\n", WrongFormat, "git lfs pull")
+    refuse(b"version https://git-lfs.github.com/spec/v1\n", ShardMalformed, "git lfs pull")
     refuse(b"\x07" * 99, ShardMalformed, "not a valid PyTorch file: it does not begin")

@@ -14,7 +14,7 @@ from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata
-from shmload.errors import KindNotDequantised, LibraryError
+from shmload.errors import CheckpointError, LibraryError
 from shmload.workers.convert import make_converter
 from shmload.workers.fill import Filler
 from shmload.workers.reader import Source
@@ -134,7 +134,7 @@ def test_kind_that_the_package_does_not_dequantise_is_named(kind):
     finally:
         os.close(fd)
     require_dequantised("a.gguf", header.tensors, RAW)
-    with pytest.raises(KindNotDequantised, match=f"'a.weight' has the kind {kind}"):
+    with pytest.raises(CheckpointError, match=f"'a.weight' has the kind {kind}"):
         require_dequantised("a.gguf", header.tensors, Rule(target="BF16"))
 
 
