@@ -75,7 +75,7 @@ class Segments(Listing[SegmentInfo]):
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
                 _state(info),
-                (info.source.removeprefix(f"{info.root}/") if models else info.source)
+                _path(info, is_short=models is not None)
                 + ("" if info.is_current else " (changed since)"),
             )
             for info in self
@@ -186,6 +186,11 @@ def _is_of(path: str, identity: str) -> bool:
         return identify(path, os.stat(path)).key == identity
     except (OSError, ValueError):
         return False
+
+
+def _path(info: SegmentInfo, *, is_short: bool) -> str:
+    """Return the path of a segment's file; a short one begins at its model's folder."""
+    return info.source.removeprefix(f"{info.root}/") if is_short and info.root else info.source
 
 
 def _state(info: SegmentInfo) -> str:
