@@ -1,15 +1,15 @@
 """Brings weights that wait on the host to a device, a block at a time, when they compute.
 
 A block is a module whose weights travel together. While it computes, the block that came after it
-the last time is copied: to the other of two buffers, which the device fetches from locked pages.
+the last time is copied from locked pages:
 
       host    enter 1            leave 1, enter 2           leave 2, enter 3
       copies  copy 1, copy 2     copy 3, behind block 1     copy 1, behind block 2
       device  copy 1 > block 1   copy 2 > block 2           copy 3 > block 3
 
+Each copy goes to memory of its own, which torch's allocator has from the block before the last one.
 Weights that are not in locked pages are copied when their block is entered, through slots as in any
-upload, and so are all where gradients are on: there each pass has memory of its own, which lives as
-long as autograd needs it.
+upload.
 
 Guarantee: between two passes a module has its own parameters, on the host, also after an error.
 """
@@ -32,8 +32,6 @@ from shmload._wording import logger_of
 from shmload.errors import ArgumentError
 
 logger = logger_of(__name__)
-
-_BUFFERS = 2
 
 
 class _Weight(NamedTuple):
@@ -59,6 +57,8 @@ class _Block:
         """How many calls of its modules are under way, by the thread that called."""
         self.bound: list[tuple[_Weight, nn.Parameter]] = []
         """Its weights, each with the parameter that stands for it on the device."""
+        self.memory: tuple[torch.Tensor, ...] = ()
+        """Of the device, where they lie."""
         self.following: weakref.ref[_Block] | None = None
         """The block that came next the last time."""
 
@@ -110,21 +110,17 @@ def _key(tensor: torch.Tensor) -> _Key:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
-class _Buffer:
-    """Memory of the device that blocks take in turn."""
+class _Ahead(NamedTuple):
+    """Weights of a block that were copied before it is entered."""
 
-    def __init__(self) -> None:
-        self.memory: torch.Tensor | None = None
-        self.block: weakref.ref[_Block] | None = None
-        """Whose weights it has."""
-        self.offsets: dict[_Key, int] = {}
-        """Where each of them lies."""
-        self.user: _Block | None = None
-        """The block that computes from it."""
+    block: "weakref.ref[_Block]"
+    offsets: dict[_Key, int]
+    """Where each of them lies."""
+    memory: torch.Tensor
 
 
 class Waiting:
-    """The blocks that wait for one device, and the buffers there that they share.
+    """The blocks that wait for one device.
 
     Several threads may use it. A copy of a module that uses it may use it too.
 
@@ -138,12 +134,11 @@ class Waiting:
         self._blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
         # Of each thread, the block that it entered last; of None the one that was added last.
         self._last: dict[int | None, weakref.ref[_Block]] = {}
-        # The one that was used longest ago first.
-        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
-        self._buffer_nbytes = 0
+        self._ahead: _Ahead | None = None
+        self._is_full = False  # the device, for more than one block
         self._upload: Upload | None = None
         self._close_upload: Callable[[], object] = lambda: None
-        self._is_holding = False  # pages or buffers, since the last `release`
+        self._is_holding = False  # pages or memory, since the last `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
@@ -164,8 +159,6 @@ class Waiting:
         with self._lock:
             self._blocks[root] = block = _Block(root, origins)
             self._note_use(block, None)
-            inside = [w.tensor for w in block.weights() if _origin_of(w.tensor, origins)]
-            self._buffer_nbytes = max(self._buffer_nbytes, _Layout(inside).nbytes)
 
     @contextlib.contextmanager
     def using(self, root: nn.Module) -> Iterator[None]:
@@ -187,6 +180,8 @@ class Waiting:
             if block.calls[caller] == 1:
                 with self._lock:
                     self._join()
+                    for memory in block.memory:
+                        self.runtime.keep(memory)
                     self._note_use(block, caller)
                     self._look_ahead(block)
             yield
@@ -195,7 +190,7 @@ class Waiting:
                 self._leave(block, caller)
 
     def release(self) -> None:
-        """Free the buffers and unlock all pages; they are taken again when a block is used."""
+        """Free what was copied ahead and unlock all pages, until a block is used again."""
         with self._lock:
             if not self._is_holding:  # each hook of a model calls this when it is removed
                 return
@@ -203,8 +198,8 @@ class Waiting:
             for block in list(self._blocks.values()):
                 for origin in block.origins:
                     origin.unlock()
-            self._buffers = [_Buffer() for _ in range(_BUFFERS)]
-            self._upload = None
+            self._ahead = self._upload = None
+            self._is_full = False
             self._close_upload()
             self._is_holding = False
 
@@ -231,8 +226,6 @@ class Waiting:
         del block.calls[caller]
         if not block.calls:
             self._unbind(block)
-        # The next copy into its buffer waits for what this thread has started on the device.
-        self.runtime.follow()
 
     def _bind(self, block: _Block) -> None:
         """Put parameters on the device in the place of a block's own."""
@@ -241,7 +234,7 @@ class Waiting:
         try:
             made = self._bring(block, list(tensors.values()))
         except BaseException:
-            # Copies that have begun end before their memory is freed: it may be in no buffer.
+            # Copies that have begun end before their memory is freed.
             try:
                 self.runtime.drain()
             finally:
@@ -256,9 +249,7 @@ class Waiting:
             if weight.holder._parameters.get(weight.name) is stand_in:
                 weight.holder._parameters[weight.name] = weight.tensor
         block.bound.clear()
-        for buffer in self._buffers:
-            if buffer.user is block:
-                buffer.user = None
+        block.memory = ()
 
     def _bring(self, block: _Block, tensors: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         """Return parameters on the device, by the `id` of the block's own; copies have begun."""
@@ -267,13 +258,19 @@ class Waiting:
         rest = _Layout(
             each for each in tensors if _key(each) not in there.offsets and _is_flat(each)
         )
-        of_buffer = self._from_pages(block, there, clean) if there.nbytes else None
-        of_slots = self._through_slots(rest) if rest.nbytes else None
+        ahead = self._ahead
+        if ahead and ahead.block() is block and ahead.offsets == there.offsets:
+            of_pages, self._ahead = ahead.memory, None
+        else:
+            self._drop_ahead()
+            of_pages = self._fetch(there, clean)
+        of_slots = self._through_slots(rest)
+        block.memory = of_pages, of_slots
         made: dict[int, nn.Parameter] = {}
         for tensor in tensors:
-            if of_buffer is not None and _key(tensor) in there.offsets:
-                target = there.view(of_buffer, tensor)
-            elif of_slots is not None and _key(tensor) in rest.offsets:
+            if _key(tensor) in there.offsets:
+                target = there.view(of_pages, tensor)
+            elif _key(tensor) in rest.offsets:
                 target = rest.view(of_slots, tensor)
             else:
                 target = tensor.detach().to(self.runtime.device)
@@ -285,22 +282,23 @@ class Waiting:
         self._is_holding = True
         return [origin for origin in block.origins if origin.lock(self.runtime)]
 
-    def _from_pages(
-        self, block: _Block, layout: _Layout, origins: Sequence[Origin]
-    ) -> torch.Tensor:
-        """Return memory of the device with weights in locked pages."""
-        buffer = None if torch.is_grad_enabled() else self._find(block) or self._take()
-        if buffer is None:  # all are in use, or autograd may keep it
-            memory = self._allocate(layout.nbytes)
-            self._fetch(layout, memory, origins)
-            return memory
-        memory = self._fill(buffer, block, layout, origins)
-        buffer.user = block
+    def _fetch(self, layout: _Layout, origins: Sequence[Origin]) -> torch.Tensor:
+        """Return new memory of the device; weights in locked pages are on their way there."""
+        memory = self._allocate(layout.nbytes)
+        copies = []
+        for offset, tensor in layout:
+            origin = _origin_of(tensor, origins)
+            assert origin
+            copies.append((memory[offset : offset + tensor.nbytes], origin.source(tensor)))
+        if copies:
+            self.runtime.copy(copies)
         return memory
 
     def _through_slots(self, layout: _Layout) -> torch.Tensor:
-        """Return new memory of the device with weights in memory of this process."""
+        """Return new memory of the device; weights of this process are on their way there."""
         memory = self._allocate(layout.nbytes)
+        if not layout.nbytes:
+            return memory
         if self._upload is None:
             self._upload = Upload(layout.nbytes, self.runtime)
             self._close_upload = close = weakref.finalize(self, self._upload.close)
@@ -312,59 +310,32 @@ class Waiting:
         return memory
 
     def _look_ahead(self, current: _Block) -> None:
-        """Start to copy the block that is likely to follow the current one into a free buffer."""
+        """Start to copy the block that is likely to follow the current one."""
         block = current.following() if current.following else None
-        if block is None or torch.is_grad_enabled() or self._find(block):
+        is_ahead = self._ahead is not None and self._ahead.block() is block
+        if block is None or block.calls or self._is_full or is_ahead:
             return
+        self._drop_ahead()
         origins = self._locked(block)
         layout = _Layout(w.tensor for w in block.weights() if _origin_of(w.tensor, origins))
-        buffer = self._take() if layout.nbytes else None
-        if buffer is None:
-            return
         try:
-            self._fill(buffer, block, layout, origins)
+            memory = self._fetch(layout, origins)
         except torch.OutOfMemoryError:  # the block is copied when it is used
-            if buffer.memory is None:
-                logger.info("%s has no room for a second buffer", self.runtime.name)
-                self._buffers.remove(buffer)  # until `release`
+            logger.info("%s has no room for a second block", self.runtime.name)
+            self.runtime.drain()
+            self._is_full = True
+        else:
+            self._ahead = _Ahead(weakref.ref(block), layout.offsets, memory)
 
-    def _find(self, block: _Block) -> _Buffer | None:
-        """Return the buffer that has a block's weights."""
-        return next((b for b in self._buffers if b.block and b.block() is block), None)
-
-    def _take(self) -> _Buffer | None:
-        """Return the buffer whose turn it is; None if blocks compute from all."""
-        return next((buffer for buffer in self._buffers if buffer.user is None), None)
-
-    def _fill(
-        self, buffer: _Buffer, block: _Block, layout: _Layout, origins: Sequence[Origin]
-    ) -> torch.Tensor:
-        """Have a buffer hold a block's weights, unless it does."""
-        self._buffers.remove(buffer)
-        self._buffers.append(buffer)
-        has_it = buffer.block is not None and buffer.block() is block
-        if buffer.memory is not None and has_it and buffer.offsets == layout.offsets:
-            return buffer.memory
-        buffer.block = None
-        if buffer.memory is not None and buffer.memory.numel() < layout.nbytes:
-            self.runtime.drain()  # a copy to it may be under way
-            buffer.memory = None
-        if buffer.memory is None:
-            buffer.memory = self._allocate(max(layout.nbytes, self._buffer_nbytes))
-        self._fetch(layout, buffer.memory, origins)
-        buffer.block, buffer.offsets = weakref.ref(block), layout.offsets
-        return buffer.memory
-
-    def _fetch(self, layout: _Layout, memory: torch.Tensor, origins: Sequence[Origin]) -> None:
-        """Start to copy weights from locked pages."""
-        copies = []
-        for offset, tensor in layout:
-            origin = _origin_of(tensor, origins)
-            assert origin
-            copies.append((memory[offset : offset + tensor.nbytes], origin.source(tensor)))
-        self.runtime.copy(copies)
+    def _drop_ahead(self) -> None:
+        """Free what was copied ahead for a block that did not come."""
+        if self._ahead:
+            self._join()  # what gets this memory next must not be written over
+            self._ahead = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         with torch.inference_mode(False):  # such memory may be written to only in this mode
             memory = self.runtime.empty(nbytes)
         self.runtime.follow()  # what had this memory before may still be in use

@@ -115,6 +115,15 @@ class Runtime:
         """Have what the caller's current stream gets next wait for the copies started so far."""
         self._current_stream().wait_stream(self._stream)
 
+    def keep(self, memory: torch.Tensor) -> None:
+        """Have memory that is freed wait for what the caller's current stream does with it.
+
+        Other memory waits for the stream that was current when it was allocated.
+        """
+        if memory.device.type == self.device.type:
+            with contextlib.suppress(NotImplementedError):
+                memory.record_stream(self._current_stream())
+
     def record(self) -> Any:
         """Return an event behind all copies that were started; `synchronize` waits for it."""
         event = self._new_event()

@@ -98,6 +98,9 @@ class LateDevice:
     def page_locked(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8) if self._locks else None
 
+    def keep(self, memory):
+        pass
+
     def record(self):
         return _Point(self, list(self._queue))
 
