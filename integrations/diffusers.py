@@ -97,9 +97,9 @@ def load_pipeline(
             loads float32 for a text.
         device_map: where the models go. None leaves them on the CPU. It may be one device; a
             strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`); or a dict of devices by
-            component, pattern or dotted path, in which `cpu`, `offload`, `disk` and `meta` are
-            devices too. `auto` also divides models, and offloads weights to the CPU or to
-            `offload_folder` if the accelerators are too small.
+            component, pattern or dotted path, in which `cpu`, `offload` and `meta` are devices
+            too. `auto` also divides models, and offloads weights to the CPU if the accelerators are
+            too small.
         max_memory: the most that weights may take of each device, in bytes or as `20GiB`.
         max_host_memory: the most host memory that weights may take on their way to accelerators,
             in bytes or as `512MiB`. All weights must go to accelerators.

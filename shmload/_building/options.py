@@ -104,5 +104,4 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
         return
     from shmload._building.route import destination_of  # for a device map alone
 
-    # A folder counts later, if the weights are not quantised: then the library has them.
-    destination_of(options, kwargs.get("offload_folder", "")).require_present()
+    destination_of(options).require_present()

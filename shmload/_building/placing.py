@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
 from shmload._placement.device_map import STRATEGIES
-from shmload._placement.inventory import CPU, DISK, META, OFFLOAD, WAITING
+from shmload._placement.inventory import CPU, META, OFFLOAD, WAITING
 from shmload._placement.modules import Component
 from shmload._placement.placement import Placement, place
 from shmload._runtimes.kinds import runtime_of
@@ -42,7 +41,6 @@ def to_device(
     *,
     max_memory: Mapping[Any, object] | None = None,
     max_host_memory: float | str | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Move any module to one device or to several, by bulk copies; blocks until it is there.
 
@@ -53,7 +51,6 @@ def to_device(
         max_memory: as for `load_pipeline`.
         max_host_memory: the most page-locked memory that bytes pass through, in bytes or as
             `512MiB`.
-        offload_folder: for weights that wait on a disk.
 
     Returns:
         The module.
@@ -66,7 +63,6 @@ def to_device(
         device_map=device_map,
         max_memory=max_memory,
         max_host_nbytes=parse_max_host_memory(max_host_memory),
-        offload_folder=offload_folder,
     )
     with paused_gc():
         place_models({"": module}, destination)
@@ -138,7 +134,7 @@ def _decide(components: Iterable[Component], destination: Destination) -> Placem
     order = {name: place for place, name in enumerate(destination.order)}
     ordered = sorted(components, key=lambda each: order.get(each.name, len(order)))
     placement = place(ordered, destination.device_map, destination.inventory())
-    destination.require_possible(placement)
+    destination.require_no_disk(placement)
     return placement
 
 
@@ -146,14 +142,11 @@ def _map_for_libraries(placement: Placement) -> dict[str, str]:
     """Return a placement as diffusers keeps it.
 
     With one entry diffusers allows `to` and offloading. With several it refuses them, and names
-    `reset_device_map`, which brings all weights to the host. So it shall where they wait on a disk:
-    to move them fails inside accelerate.
+    `reset_device_map`, which brings all weights to the host.
     """
     flat = _flat(placement)
     used = set(flat.values())
-    if len(used) == 1 and DISK not in used:
-        return {"": used.pop()}
-    return flat if len(flat) > 1 else {"": next(iter(used))} | flat
+    return {"": used.pop()} if len(used) == 1 else flat
 
 
 def place_models(
@@ -192,7 +185,7 @@ def place_models(
         if OFFLOAD in devices[name].values() and computing != CPU:
             paths = [path for path, _ in components[name].module.units()]
             blocks = Blocks(waiting_at(computing), paths, segments)
-        attach_hooks(model, devices[name], computing, destination.offload_folder, blocks=blocks)
+        attach_hooks(model, devices[name], computing, blocks)
     return placement
 
 

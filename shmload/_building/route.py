@@ -1,6 +1,5 @@
 """How a pipeline's weights travel: decided once, before any weight byte is read."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,17 +85,17 @@ def _parse_destination(
         if options.max_memory is not None:
             kwargs["max_memory"] = options.max_memory
         return None
-    return destination_of(options, kwargs.pop("offload_folder", None), source.components)
+    kwargs.pop("offload_folder", None)  # nothing waits there
+    found = destination_of(options, source.components)
+    found.require_no_disk()
+    return found
 
 
-def destination_of(
-    options: Options, offload_folder: str | os.PathLike[str] | None, order: tuple[str, ...] = ()
-) -> Destination:
+def destination_of(options: Options, order: tuple[str, ...] = ()) -> Destination:
     return Destination(
         device_map=options.device_map,
         max_memory=options.max_memory,
         max_host_nbytes=parse_max_host_memory(options.max_host_memory),
-        offload_folder=offload_folder,
         order=order,
     )
 

@@ -37,8 +37,6 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """As `load_pipeline` takes it."""
     max_host_nbytes: int | None = None
     """How much memory of the host weights may take on their way, in bytes; None for no limit."""
-    offload_folder: str | os.PathLike[str] | None = None
-    """For weights that wait on a disk."""
     order: tuple[str, ...] = ()
     """Components in the order of their pipeline, by which strategies take them."""
 
@@ -49,8 +47,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return
         is_all = not isinstance(self.device_map, Mapping)
         for _, value in entries_of(self.device_map):
-            if parse_device(value, is_all=is_all) == DISK:
-                self._require_folder()
+            parse_device(value, is_all=is_all)
 
     @property
     def is_away(self) -> bool:
@@ -58,18 +55,18 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         named = [parse_device(device) for device in self._named]
         return bool(named) and not any(map(is_on_the_host, named))
 
-    def require_possible(self, placement: Placement) -> None:
-        """Check that weights can wait where they are placed.
+    def require_no_disk(self, placement: Placement | None = None) -> None:
+        """Check that no weights wait on a disk: by the map, or by what a strategy has decided.
 
         Raises:
-            ArgumentError: some wait on a disk, and no folder is given.
+            ArgumentError: some do.
         """
-        if any(part.device == DISK for part in placement.parts):
-            self._require_folder()
-
-    def _require_folder(self) -> None:
-        if self.offload_folder is None:
-            raise ArgumentError("device_map: some weights wait on a disk; give `offload_folder`")
+        named = map(parse_device, self._named)
+        if DISK in (named if placement is None else (part.device for part in placement.parts)):
+            raise ArgumentError(
+                "device_map: weights do not wait on a disk; leave them on 'offload', or load them "
+                "without shmload: from_pretrained(..., device_map=..., offload_folder=...)"
+            )
 
     def require_present(self) -> None:
         """Check that the machine has the accelerators that are named, before a decode.

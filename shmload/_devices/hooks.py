@@ -1,14 +1,8 @@
 """Hooks on a model: they move activations between the devices of one pipeline.
 
-Weights that stay on a device are there before. `waiting` brings those that wait on the host, and
-accelerate those that wait on a disk.
+Weights that stay on a device are there before. `waiting` brings those that wait on the host.
 """
 
-import os
-import shutil
-import tempfile
-import warnings
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +13,7 @@ from torch import nn
 from shmload._devices.moves import put
 from shmload._devices.origin import Segments
 from shmload._devices.waiting import Waiting
-from shmload._placement.inventory import CPU, DISK, OFFLOAD, WAITING
+from shmload._placement.inventory import CPU, OFFLOAD
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError
 
@@ -41,8 +35,6 @@ def attach_hooks(
     model: nn.Module,
     devices: Mapping[str, str],
     execution_device: str,
-    offload_folder: str | os.PathLike[str] | None = None,
-    *,
     blocks: Blocks | None = None,
 ) -> None:
     """Have a model take inputs from any device, and return its outputs on the same device.
@@ -51,21 +43,22 @@ def attach_hooks(
         model: with its tensors on their devices.
         devices: by a module's path, complete and disjoint; the empty path is the model itself.
         execution_device: where its inputs go, and where modules compute whose weights wait.
-        offload_folder: for weights that wait on a disk.
-        blocks: for weights that wait on the host. None, or a weight that is more than consecutive
-            bytes: accelerate brings them.
+        blocks: for weights that wait; None if none wait, or if the CPU computes with them.
 
     Raises:
-        ArgumentError: weights wait on a disk and no folder is given; or accelerate is to bring
-            weights to an accelerator, and some modules compute on the CPU.
+        ArgumentError: a weight that waits is more than consecutive bytes.
     """
-    if not any(device in WAITING for device in devices.values()):
-        _align(model, devices, execution_device)
-    elif blocks and DISK not in devices.values() and _are_plain(model):
-        roots = _roots(model, devices, blocks)
-        _align(model, devices, execution_device, blocks.waiting, roots)
+    if blocks is None:
+        here = {path: CPU if name == OFFLOAD else name for path, name in devices.items()}
+        _align(model, here, execution_device)
+    elif not _are_plain(model):
+        raise ArgumentError(
+            f"{type(model).__name__} has weights of a class of their own, such as quantised ones, "
+            "which cannot wait for an accelerator; leave the model on one, or use "
+            "enable_model_cpu_offload() of its pipeline"
+        )
     else:
-        _dispatch(model, devices, execution_device, offload_folder)
+        _align(model, devices, execution_device, blocks.waiting, _roots(model, devices, blocks))
     note_devices(model, devices)
 
 
@@ -188,74 +181,6 @@ def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 paths.add(path)
                 path = path.rpartition(".")[0]
     return ((path, module) for path, module in model.named_modules() if path in paths)
-
-
-# Weights that wait under accelerate's own hooks: on a disk, or of a class of their own ------------
-
-
-def _dispatch(
-    model: nn.Module,
-    devices: Mapping[str, str],
-    execution_device: str,
-    offload_folder: str | os.PathLike[str] | None,
-) -> None:
-    """Have accelerate bring the weights that wait, and move activations.
-
-    Args:
-        model: with its other tensors on their devices.
-        devices: by a module's path, complete and disjoint; the empty path is the model itself.
-        execution_device: where modules compute whose weights wait.
-        offload_folder: for weights that wait on a disk.
-
-    Raises:
-        ArgumentError: as for `attach_hooks`.
-    """
-    from accelerate import dispatch_model
-
-    if DISK in devices.values() and offload_folder is None:
-        raise ArgumentError("some weights wait on a disk; give `offload_folder`")
-    if execution_device != CPU and CPU in devices.values():
-        raise ArgumentError(
-            "accelerate cannot compute some modules of a model on the CPU and others on an "
-            "accelerator while weights wait; use 'offload' instead of 'cpu' for its modules"
-        )
-    with warnings.catch_warnings():
-        # It wants a device for each name of a tied module, and warns of all names but the first.
-        warnings.filterwarnings("ignore", "The following device_map keys do not match")
-        dispatch_model(
-            model,
-            _as_accelerate(model, devices, execution_device),
-            main_device=execution_device,
-            offload_dir=_own_folder(model, offload_folder) if DISK in devices.values() else None,
-            skip_keys=_skip_keys_of(model),
-            force_hooks=True,
-        )
-
-
-def _as_accelerate(
-    model: nn.Module, devices: Mapping[str, str], execution_device: str
-) -> dict[str, str]:
-    """Return a device map as accelerate wants it.
-
-    There weights wait on `cpu`, and a model that waits whole is named by its children.
-    """
-    renamed = dict(devices)
-    if renamed.get("") in WAITING:
-        own = dict.fromkeys((*model._parameters, *model._buffers), execution_device)
-        renamed = own | dict.fromkeys((name for name, _ in model.named_children()), renamed[""])
-    return {path: CPU if device == OFFLOAD else device for path, device in renamed.items()}
-
-
-def _own_folder(model: nn.Module, parent: str | os.PathLike[str] | None) -> str:
-    """Make a folder that is removed with the model.
-
-    Each model needs its own: accelerate writes no weights into a folder that has some.
-    """
-    if parent is not None:
-        os.makedirs(parent, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="shmload-offload-", dir=parent)
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def _skip_keys_of(model: nn.Module) -> Any:

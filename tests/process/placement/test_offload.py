@@ -18,7 +18,6 @@ from torch import nn
 
 import shmload
 from shmload._building import placing
-from shmload._devices.hooks import _are_plain
 from shmload._devices.waiting import Waiting
 from shmload._host.procfs import mappings
 from shmload._host.shm import shm_names
@@ -205,11 +204,3 @@ def test_weights_in_no_segment_say_so(device, caplog):
     (record,) = caplog.records
     assert record.message.startswith("Sequential: 80 B of weights wait in no segment")
     assert model(torch.ones(1, 4)).shape == (1, 4)
-
-
-def test_weights_with_a_class_of_their_own_wait_under_accelerates_hooks():
-    class Quantised(nn.Parameter):
-        pass
-
-    assert not _are_plain(nn.ParameterList([Quantised(torch.ones(1))]))
-    assert _are_plain(nn.Linear(2, 2))
