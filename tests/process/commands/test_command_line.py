@@ -29,7 +29,6 @@ def run(*arguments, **options):
         ("--help",),
         ("serve", "--help"),
         ("--version",),
-        ("run", "--help"),
     ],
 )
 def test_output_that_cannot_be_written_is_one_sentence(arguments):
