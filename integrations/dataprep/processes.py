@@ -8,6 +8,7 @@ Guarantee: after `close` the server and its processes have ended; so they have s
 program has ended, in whatever way. The server ends last, and gives back what is shared.
 """
 
+import atexit
 import functools
 import gc
 import importlib
@@ -180,27 +181,29 @@ def prepare_server(text: str) -> None:
     sys.path[:] = setup.path
 
     def leave(number: int, _: object) -> None:
-        is_alone = os.getppid() != setup.owner
         # The kernel also sends SIGHUP when the thread ends that started this process.
-        if number == signal.SIGHUP and not is_alone:
-            return
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
-        # Its processes hold the same shared weights.
+        if number == signal.SIGTERM or os.getppid() != setup.owner:
+            for each in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(each, signal.SIG_IGN)
+            sys.exit(0)  # by way of what is to be given back
+
+    def end_processes() -> None:
+        """Before the weights are given back, which the processes hold too."""
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
             os.waitpid(int(pid), 0)
-        if is_alone:  # no other process removes the folder with the server's socket
+        if os.getppid() != setup.owner:  # no other process removes the folder with the socket
             shutil.rmtree(temporary, ignore_errors=True)
-        sys.exit(0)  # by way of what is to be given back
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the program
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # `ForkServer` has blocked SIGINT
     die_with_parent(signal.SIGHUP)
+    atexit.register(end_processes)
     leave(signal.SIGHUP, None)
     prepared(setup)
+    atexit.register(end_processes)  # the last that is registered is called first
     gc.freeze()  # or a collection in a forked process would copy every page that it visits
 
 
