@@ -79,8 +79,8 @@ class Memory:
             return copy
 
     def _reach(self, end: int) -> None:
-        if end > len(self._map):
-            self._map.resize(end)
+        if end > len(self._map):  # the other may have made the file larger than this end
+            self._map.resize(max(end, self._map.size()))
 
     def close(self) -> None:
         """Unmap it."""

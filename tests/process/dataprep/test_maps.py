@@ -351,6 +351,23 @@ def test_tensors_and_arrays_cross_as_they_are(job):
     assert nbytes == 40  # the view alone
 
 
+def test_results_of_any_size_and_number_have_their_bytes(job):
+    """Small ones, those of several buffers, and those that make the shared memory larger."""
+
+    def make(pipe, item):
+        import numpy as np
+
+        draw = np.random.default_rng(item)
+        return [
+            draw.bytes(1000),
+            *(draw.random(draw.integers(1, 400_000)) for _ in range(item % 4)),
+        ]
+
+    for number, found in enumerate(job().map(make, range(300))):
+        for got, wanted in zip(found, make(None, number), strict=True):
+            assert np.array_equal(got, wanted)
+
+
 def test_large_items_and_results_pass_each_other(job):
     items = [np.full(1 << 20, number) for number in range(8)]
     assert [found[0] for found in job().map(same, items)] == [*range(8)]
