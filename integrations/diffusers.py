@@ -21,6 +21,7 @@ from shmload._checkpoints.wanted import (
 )
 from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
+from shmload._loading.trace import Phase, during, tracing
 from shmload.errors import ArgumentError
 from shmload.integrations.models import load_model
 
@@ -58,6 +59,7 @@ def load_pipeline(
     workers: int | None = None,
     verify: bool = False,
     progress: "Callback | bool | None" = None,
+    trace: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any: ...
 def load_pipeline(
@@ -74,6 +76,7 @@ def load_pipeline(
     workers: int | None = None,
     verify: bool = False,
     progress: "Callback | bool | None" = None,
+    trace: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a diffusion pipeline through shared memory.
@@ -119,6 +122,9 @@ def load_pipeline(
         verify: recompute the digests of all segments, resident ones too.
         progress: a function that gets bytes done and bytes in all; True or False for a bar or
             none; None for a bar on a terminal.
+        trace: a file that gets where the time of this call goes, as a Chrome trace, also if it
+            fails; None for the file that `SHMLOAD_TRACE` names, or else for none. A file that has
+            traces keeps them.
         from_pretrained_kwargs: all other arguments of `from_pretrained`. Components may be passed;
             their weights are not decoded.
 
@@ -132,38 +138,39 @@ def load_pipeline(
             `CheckpointError` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
-    options = Options(
-        device_map=device_map,
-        max_memory=max_memory,
-        max_host_memory=max_host_memory,
-        keep=keep,
-        share=share,
-        workers=workers,
-        verify=verify,
-        progress=progress,
-    )
-    if is_publication(source):
-        from shmload._building.published import load_published
+    with tracing(trace, str(source)):
+        options = Options(
+            device_map=device_map,
+            max_memory=max_memory,
+            max_host_memory=max_host_memory,
+            keep=keep,
+            share=share,
+            workers=workers,
+            verify=verify,
+            progress=progress,
+        )
+        if is_publication(source):
+            from shmload._building.published import load_published
 
-        given = {
-            "pipeline_class": pipeline_class,
-            "dtype": dtype,
-            "components": components,
-        } | options.devices
-        return load_published(str(source), given | from_pretrained_kwargs)
-    call = Call.parse(
-        load_pipeline,
-        pipeline_class,
-        source,
-        dtype,
-        options,
-        from_pretrained_kwargs,
-        components=components,
-        is_pipeline=True,
-    )
-    made = _load(call)
-    note(made, call)
-    return made
+            given = {
+                "pipeline_class": pipeline_class,
+                "dtype": dtype,
+                "components": components,
+            } | options.devices
+            return load_published(str(source), given | from_pretrained_kwargs)
+        call = Call.parse(
+            load_pipeline,
+            pipeline_class,
+            source,
+            dtype,
+            options,
+            from_pretrained_kwargs,
+            components=components,
+            is_pipeline=True,
+        )
+        made = _load(call)
+        note(made, call)
+        return made
 
 
 def _load(call: Call) -> Any:
@@ -171,11 +178,15 @@ def _load(call: Call) -> Any:
     if is_single_file(wanted.source):
         from shmload._building.single_file import SinglePipelineMaker, bring_single_file
 
-        wanted = bring_single_file(wanted)
+        with during(Phase.FIND):
+            wanted = bring_single_file(wanted)
         maker: Maker = SinglePipelineMaker(call.cls, wanted, kwargs.get("config"))
-        return call.answer(maker, *maker.find(wanted, kwargs), kwargs)
+        with during(Phase.FIND):
+            found, dtype = maker.find(wanted, kwargs)
+        return call.answer(maker, found, dtype, kwargs)
     pipelines = PipelineMaker(call.cls)
-    found, dtype = pipelines.find(wanted, kwargs)
+    with during(Phase.FIND):
+        found, dtype = pipelines.find(wanted, kwargs)
     if pipelines.makes_modular(found):
         return _load_modular(call)
     return call.answer(pipelines, found, dtype, kwargs)

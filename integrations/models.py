@@ -13,6 +13,7 @@ from shmload._building.makers import ModelMaker
 from shmload._building.options import Keep, Options
 from shmload._checkpoints.wanted import is_publication
 from shmload._checkpoints.weights import is_single_file
+from shmload._loading.trace import Phase, during, tracing
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def load_model(
     workers: int | None = None,
     verify: bool = False,
     progress: "Callback | bool | None" = None,
+    trace: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load one model of diffusers or transformers through shared memory.
@@ -66,6 +68,7 @@ def load_model(
         workers: as for `load_pipeline`.
         verify: as for `load_pipeline`.
         progress: as for `load_pipeline`.
+        trace: as for `load_pipeline`.
         from_pretrained_kwargs: all other arguments of `from_pretrained`.
 
     Returns:
@@ -77,38 +80,39 @@ def load_model(
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
         Exception: any error of `from_pretrained`, with the source's paths.
     """
-    options = Options(
-        device_map=device_map,
-        max_memory=max_memory,
-        max_host_memory=max_host_memory,
-        keep=keep,
-        share=share,
-        workers=workers,
-        verify=verify,
-        progress=progress,
-    )
-    if is_publication(source):
-        from shmload._building.published import load_published
+    with tracing(trace, str(source)):
+        options = Options(
+            device_map=device_map,
+            max_memory=max_memory,
+            max_host_memory=max_host_memory,
+            keep=keep,
+            share=share,
+            workers=workers,
+            verify=verify,
+            progress=progress,
+        )
+        if is_publication(source):
+            from shmload._building.published import load_published
 
-        given = {"subfolder": subfolder, "variant": variant, "dtype": dtype} | options.devices
-        model = load_published(str(source), given | from_pretrained_kwargs)
-        name = _name_of(cls).rpartition(".")[2]
-        names = {each.__name__ for each in type(model).__mro__}
-        if name not in names and not name.startswith("AutoModel"):
-            raise ArgumentError(
-                f"{source} is a {type(model).__name__}, and no {name}; load_pipeline loads a "
-                "pipeline, which has its models as attributes"
-            )
-        return model
-    kwargs = from_pretrained_kwargs
-    # Only what was given: the classes have defaults of their own.
-    for name, value in (("subfolder", subfolder), ("variant", variant)):
-        if value is not None:
-            kwargs[name] = value
-    call = Call.parse(load_model, cls, source, dtype, options, kwargs)
-    made = _load(call, takes_path=not isinstance(source, str))
-    note(made, call)
-    return made
+            given = {"subfolder": subfolder, "variant": variant, "dtype": dtype} | options.devices
+            model = load_published(str(source), given | from_pretrained_kwargs)
+            name = _name_of(cls).rpartition(".")[2]
+            names = {each.__name__ for each in type(model).__mro__}
+            if name not in names and not name.startswith("AutoModel"):
+                raise ArgumentError(
+                    f"{source} is a {type(model).__name__}, and no {name}; load_pipeline loads a "
+                    "pipeline, which has its models as attributes"
+                )
+            return model
+        kwargs = from_pretrained_kwargs
+        # Only what was given: the classes have defaults of their own.
+        for name, value in (("subfolder", subfolder), ("variant", variant)):
+            if value is not None:
+                kwargs[name] = value
+        call = Call.parse(load_model, cls, source, dtype, options, kwargs)
+        made = _load(call, takes_path=not isinstance(source, str))
+        note(made, call)
+        return made
 
 
 def _load(call: Call, *, takes_path: bool) -> Any:
@@ -118,11 +122,14 @@ def _load(call: Call, *, takes_path: bool) -> Any:
         from shmload._building.blocks_maker import maker_of_file
         from shmload._building.single_file import bring_single_file
 
-        wanted = bring_single_file(wanted)
+        with during(Phase.FIND):
+            wanted = bring_single_file(wanted)
         maker = maker_of_file(call.cls, wanted.source, kwargs)
     else:
         maker = ModelMaker(call.cls, takes_path=takes_path)
-    return call.answer(maker, *maker.find(wanted, kwargs), kwargs)
+    with during(Phase.FIND):
+        found, dtype = maker.find(wanted, kwargs)
+    return call.answer(maker, found, dtype, kwargs)
 
 
 def _name_of(cls: type | str) -> str:

@@ -91,6 +91,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of waiting weights that a process keeps pinned; None for half of the memory
     of the machine, or of the process's control groups."""
 
+    trace: Path | None = None
+    """The file that gets where the time of each load goes; None for none."""
+
     cache_dir: Path = msgspec.field(default_factory=lambda: _base_dir("XDG_CACHE_HOME", "~/.cache"))
     """Where dtype rules of model classes are cached."""
 
@@ -114,7 +117,7 @@ def settings() -> Settings:
 
 def _parse(variable: str, kind: object) -> Any:
     text = os.environ[variable]
-    if kind is Path:
+    if kind in (Path, Path | None):
         path = os.path.expanduser(text)
         if path.startswith("~"):
             raise ArgumentError(

@@ -230,17 +230,7 @@ def uploads(small: str, source: str) -> Numbers:
     import torch
 
     import shmload
-    from shmload._building import placing
-
-    copied_s: list[float] = []
-    copy = placing._copy
-
-    def timed(*args: Any, **kwargs: Any) -> None:
-        began = time.perf_counter()
-        copy(*args, **kwargs)
-        copied_s.append(time.perf_counter() - began)
-
-    placing._copy = timed
+    from shmload._loading.trace import Phase, tracing
 
     def load_pipeline(source: str, **kwargs: Any) -> Any:
         return shmload.load_pipeline(source, dtype=torch.bfloat16, **kwargs, **_ABSENT)
@@ -252,8 +242,9 @@ def uploads(small: str, source: str) -> Numbers:
     found["to_device"] = nbytes / _time(partial(shmload.to_device, module, "cuda"))
     del module
     _tidy_up()
-    _time(partial(load_pipeline, source, device_map="cuda"))
-    found["load_pipeline"] = nbytes / copied_s[-1]
+    with tracing(None, source) as trace:
+        _time(partial(load_pipeline, source, device_map="cuda"))
+    found["load_pipeline"] = nbytes / trace.times_s()[Phase.COPY]
     return found
 
 

@@ -27,8 +27,9 @@ from shmload._decoding.allowance import Bound
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._loading.holdings import linger
 from shmload._loading.load import Load
-from shmload._loading.progress import Progress, Step, describe_times
+from shmload._loading.progress import Progress
 from shmload._loading.sources import Rules
+from shmload._loading.trace import Phase
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload._wording import logger_of
@@ -112,7 +113,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             state = torch.get_rng_state()
             build = Build(taken, self.maker, rules, load, self.dtype, self.kwargs)
             try:
-                with self.progress.during(Step.BUILDING):
+                with self.progress.during(Phase.BUILD):
                     made = build.run()
                     if not (is_cast and build.was_cast_wrongly(made)):
                         build.finish(made, self._place_by(load, way), verify=self.options.verify)
@@ -157,7 +158,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         )
         load = loads.enter_context(begin(self.source, rules, parent_is_busy=is_cold))
         doing = "importing diffusers, transformers and torch" if is_cold else ""
-        with self.progress.during(Step.IMPORTING, doing):
+        with self.progress.during(Phase.IMPORT, doing):
             taken = self.maker.import_classes(self.source)
             import shmload._building.build  # noqa: F401 for the build
 
@@ -168,7 +169,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             from shmload._building.placing import require_fit
 
             require_fit(taken, self.maker, self.dtype, self.kwargs, self.route.destination)
-        with self.progress.during(Step.DERIVING_RULES):
+        with self.progress.during(Phase.PLAN):
             certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
         if certain != rules:
             load.discard()
@@ -216,7 +217,7 @@ def load(
     """
     with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
         if options.is_bounded:  # devices are chosen by the modules of what the class takes
-            with progress.during(Step.IMPORTING, "importing diffusers and transformers"):
+            with progress.during(Phase.IMPORT, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
         route = choose_route(source, maker, dtype, options, kwargs)
         attempt = Attempt(
@@ -236,5 +237,4 @@ def load(
             if hint and not isinstance(exc, ShmloadError):
                 exc.add_note(f"shmload: {hint}")
             raise
-    logger.info("%s: loaded: %s", title, describe_times(progress.times_s))
     return made

@@ -18,6 +18,7 @@ from shmload._building.options import Options, require_readable
 from shmload._building.remembered import once
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted
+from shmload._loading.trace import Phase, during
 
 # What another call does not repeat: what a caller watches, and objects that have weights.
 _LEFT_OUT = {"collection", "components_manager", "output_loading_info", "state_dict"}
@@ -93,7 +94,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """
 
         def build(models: Mapping[str, Any]) -> Any:
-            from shmload._building.attempt import load  # a load that is recalled needs none of it
+            with during(Phase.IMPORT):  # a load that is recalled needs none of it
+                from shmload._building.attempt import load
 
             given = {**own_quantisers(kwargs), **models}
             # Models that are kept need no bytes of their files.
@@ -101,8 +103,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             source = msgspec.structs.replace(found, checkpoints=needed)
             return load(source, maker, dtype, self.options, given, title=self.wanted.title)
 
+        with during(Phase.PLAN):
+            key = key_of_load(self.cls, found, maker, dtype, self.options, kwargs)
         return once(
-            key_of_load(self.cls, found, maker, dtype, self.options, kwargs),
+            key,
             build,
             keep=bool(self.options.keep),
             meanwhile=lambda: maker.import_classes(found),

@@ -22,6 +22,7 @@ from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
+from shmload._loading.trace import Phase, during
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.inventory import CPU, META, OFFLOAD, WAITING
 from shmload._placement.modules import Component
@@ -221,8 +222,9 @@ def _copy(
         if any(map(spans.find, itertools.chain.from_iterable(map(plain_tensors, moves.others)))):
             load.keep_all("some of its weights stay on the host, or are moved by torch")
     limit = destination.slots_nbytes if load else destination.max_host_nbytes
-    bring(moves, load, limit, load.holdings.descriptors() if load else ())
-    moves.commit()
+    with during(Phase.COPY, ", ".join(runtimes)):
+        bring(moves, load, limit, load.holdings.descriptors() if load else ())
+        moves.commit()
 
 
 def _runtime_at(

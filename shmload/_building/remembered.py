@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shmload._building.keys import Key
 from shmload._compat import takes_connected
 from shmload._host.collector import forget_locals
+from shmload._loading.trace import Phase, during
 from shmload._segments.metadata import built_metadata
 from shmload._segments.part import Awaited, Part, acquire
 from shmload._segments.removal import remove_idle
@@ -88,7 +89,9 @@ def once(
                 return make({})
             if isinstance(found, Part):
                 return _make(found, key, make)
-            if kept := _recall(found, key):
+            with during(Phase.RECALL):
+                kept = _recall(found, key)
+            if kept:
                 if kept.level is not Level.WHOLE:
                     return make(vars(kept.thing))
                 on_recall(kept.nbytes)
@@ -107,7 +110,8 @@ def _make(part: Part, key: Key, make: Make) -> Any:
         made = make({})
     finally:
         _making.names.discard(key.name)
-    return _keep(part, key, made, before)
+    with during(Phase.REMEMBER):
+        return _keep(part, key, made, before)
 
 
 def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment | Part | None:
@@ -119,8 +123,10 @@ def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment |
         if isinstance(held, Awaited):
             with held:
                 logger.info("%s: another process builds it", key.file)
-                meanwhile()
-                return held.wait(settings().wait_timeout_s)
+                with during(Phase.IMPORT):
+                    meanwhile()
+                with during(Phase.WAIT):
+                    return held.wait(settings().wait_timeout_s)
     except ShmloadError as exc:
         logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
         return None
@@ -137,8 +143,9 @@ class _Kept(NamedTuple):
 
 def _recall(segment: Segment, key: Key) -> _Kept | None:
     """Return what a segment keeps; None if it does not hold any more."""
-    from shmload._building.stored import opened, restore
-    from shmload._building.tensor_parts import CannotKeepHere
+    with during(Phase.IMPORT):  # of torch
+        from shmload._building.stored import opened, restore
+        from shmload._building.tensor_parts import CannotKeepHere
 
     try:
         level = Level(segment.read_metadata().kept.partition(":")[0])

@@ -45,6 +45,12 @@ def _options_of_a_line(command: Callable[..., Any]) -> Callable[..., Any]:
             help="How long the segments stay while no process uses them, such as 2h; or forever.",
         ),
         click.option(
+            "--trace",
+            metavar="PATH",
+            type=click.Path(dir_okay=False),
+            help="Add to this file where the time goes, as a Chrome trace.",
+        ),
+        click.option(
             "--pin", is_flag=True, is_eager=True, help="Never evict the segments to make room."
         ),
         click.option(

@@ -77,7 +77,7 @@ class Coordinator:
         jobs: Sequence[Job],
         on_bytes: OnBytes,
         is_cancelled: Callable[[], bool] = bool,
-        on_piece: OnPiece = lambda job, piece: None,
+        on_piece: OnPiece = lambda job, piece, *_: None,
         allowance: Allowance | None = None,
     ) -> list[str]:
         """Fill all parts; blocks until they are complete.
@@ -206,7 +206,8 @@ class _Handout:
                 self._on_bytes(nbytes)
             case Filled(shard, piece, digest):
                 self._digests[shard][piece] = digest
-                self._on_piece(shard, piece)
+                self._on_piece(shard, piece, worker.child.pid, worker.began_at)
+                worker.began_at = time.monotonic()
                 self._left -= 1
                 self._lost_in_a_row = 0
             case Failed(shard, _, reason, detail, offset):

@@ -21,8 +21,9 @@ from shmload.workers.messages import Reason
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes newly read, from the thread that decodes."""
-OnPiece = Callable[[int, int], None]
-"""Called with the numbers of a job and of its piece that is complete, in the same thread."""
+OnPiece = Callable[..., None]
+"""Called with the numbers of a job and of its piece that is complete, in the same thread; also with
+the id of the worker's process, if one has filled it, and the time at which it began."""
 
 
 class DecodeCancelled(Exception):

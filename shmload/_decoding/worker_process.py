@@ -42,6 +42,8 @@ class WorkerProcess:
         """Whether it has started."""
         self.active_at = time.monotonic()
         """Time of its latest message, or of its first piece; `time.monotonic`, in seconds."""
+        self.began_at = self.active_at
+        """Time at which it began with its oldest piece."""
         try:
             self.child = procs.start(
                 "shmload.workers.main",
@@ -69,7 +71,7 @@ class WorkerProcess:
             workers: how many read at the same time.
         """
         if not self.pieces:
-            self.active_at = time.monotonic()
+            self.active_at = self.began_at = time.monotonic()
         # Before sending: if that fails, the piece must not get lost.
         self.pieces.append((fill.shard, fill.piece))
         if fill.shard not in self._opened:

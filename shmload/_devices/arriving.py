@@ -46,7 +46,7 @@ def bring(
     with Upload(nbytes, moves.runtimes[0], max_nbytes, Files(files)) as upload:
         upload.copy(itertools.filterfalse(comes_later, moves.moves))
         coming = Overlaps(filter(comes_later, moves.moves))
-        while load and spans and (piece := load.filled.get()) is not None:
+        while load and spans and (piece := load.next_filled()) is not None:
             for there in spans:
                 if there.inode == piece.inode:
                     base = there.start - there.offset

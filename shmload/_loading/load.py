@@ -28,9 +28,10 @@ from shmload._host.descriptors import Inode, inode_of
 from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
-from shmload._loading.progress import Progress, Step
+from shmload._loading.progress import Progress
 from shmload._loading.room import chosen_budget
 from shmload._loading.shard import OpenShard
+from shmload._loading.trace import Phase, current, during
 from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
 from shmload._segments.pieces import range_of
@@ -97,15 +98,15 @@ class Load:
         self._cancelled = threading.Event()
         self.holdings = Holdings(stay, is_bounded=bound is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
-        self.filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
-        """The pieces of parts that have their bytes, as they come; None when no more will come."""
+        self._filled: queue.SimpleQueue[FilledPiece | None] = queue.SimpleQueue()
+        self._trace = current()
         self._work: Background | None = None
         self.read_nbytes = 0
         """Bytes of weights that this load reads."""
         self.evicted = list[Model]()
         """The models, or parts of models, that were evicted to make room for this load."""
         try:
-            with explained(source.given), paused_gc():
+            with explained(source.given), paused_gc(), during(Phase.PLAN):
                 self.holdings.open_shards(source, rules, bound.piece_nbytes if bound else None)
                 self._begin()
         except BaseException:  # also Ctrl-C when the thread has already decoded
@@ -130,8 +131,13 @@ class Load:
             CheckpointError, CapacityError, WorkerError, SegmentError: the load failed.
         """
         if self._work:
-            with explained(self._source.given):
+            with explained(self._source.given), during(Phase.AWAIT):
                 self._work.wait()
+
+    def next_filled(self) -> FilledPiece | None:
+        """Block until a piece has its bytes, and return it; None when no more will come."""
+        with during(Phase.AWAIT):
+            return self._filled.get()
 
     @property
     def is_bounded(self) -> bool:
@@ -213,25 +219,30 @@ class Load:
             self._fill([])
             return
         self._progress.start(self.read_nbytes)
-        self._work = Background(functools.partial(self._fill, mine), "shmload-decode")
+        self._work = Background(functools.partial(self._run, mine), "shmload-decode")
         self._work.start()
 
+    def _run(self, mine: list[OpenShard]) -> None:
+        """The thread's function."""
+        with self._trace.thread("load") if self._trace else contextlib.nullcontext():
+            self._fill(mine)
+
     def _fill(self, mine: list[OpenShard]) -> None:
-        """Decode some shards, then wait for the parts of other processes; the thread's function."""
+        """Decode some shards, then wait for the parts of other processes."""
         try:
             if mine:
                 self._decode(mine)
             for shard in self.holdings.awaited():
                 self._wait_for(shard)
         finally:
-            self.filled.put(None)
+            self._filled.put(None)
 
     def _wait_for(self, shard: OpenShard) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
         timeout_s = settings().wait_timeout_s
         doing = f"waiting for another process that decodes {shard.plan.path.name}"
         try:
-            with self._progress.during(Step.WAITING, doing):
+            with self._progress.during(Phase.WAIT, doing):
                 is_mine = self.holdings.wait_for(shard, timeout_s, self._cancelled.is_set)
         except SegmentTimeout:
             if self._cancelled.is_set():
@@ -244,7 +255,7 @@ class Load:
     def _prepare(self, shards: list[OpenShard]) -> None:
         """Make room for some shards' parts, and give them their length and header."""
         budget = chosen_budget() if self._stay is Stay.RESIDENT else None
-        with self._progress.during(Step.MAKING_ROOM):
+        with self._progress.during(Phase.MAKE_ROOM):
             gone = self.holdings.make_parts(shards, budget, self._cancelled.is_set)
         self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
         for each in find_models(gone):
@@ -259,7 +270,7 @@ class Load:
         workers = 0 if is_little and not self._bound else self._workers
         if self._coordinator is None or self._coordinator.workers < workers:
             self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
-        with self._progress.during(Step.READING):
+        with self._progress.during(Phase.READ):
             digests = self._coordinator.decode(
                 jobs,
                 self._progress.add,
@@ -276,7 +287,9 @@ class Load:
         """Return what notes the pieces of some jobs as filled."""
         inodes = [inode_of(os.fstat(job.part_fd)) for job in jobs]
 
-        def note(job: int, piece: int) -> None:
-            self.filled.put(FilledPiece(inodes[job], *range_of(jobs[job].pieces[piece])))
+        def note(job: int, piece: int, worker: int = 0, since: float = 0.0) -> None:
+            if worker and self._trace:
+                self._trace.note_piece(worker, since, os.fspath(jobs[job].path))
+            self._filled.put(FilledPiece(inodes[job], *range_of(jobs[job].pieces[piece])))
 
         return note

@@ -1,13 +1,13 @@
-"""What a load shows while it lasts: a bar, a program's callback, or log lines; and its times."""
+"""What a load shows while it lasts: a bar, a program's callback, or log lines."""
 
 import contextlib
-import enum
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from shmload._loading.trace import Phase, during
 from shmload._wording import format_nbytes, logger_of, printing
 
 Callback = Callable[[int, int], None]
@@ -18,32 +18,13 @@ logger = logger_of("shmload.progress")
 _LINE_INTERVAL_S = 10.0
 
 
-class Step(enum.Enum):
-    """What a load does; the value is what a report calls it."""
-
-    IMPORTING = "imports"
-    DERIVING_RULES = "dtype rules"
-    MAKING_ROOM = "making room"
-    WAITING = "waiting for other processes"
-    READING = "reading"
-    BUILDING = "building"
-
-
-def describe_times(elapsed_s: Mapping[str, float]) -> str:
-    """Write the time of each step that took a tenth of a second or more; may be empty."""
-    return ", ".join(f"{step} {each:.1f} s" for step, each in elapsed_s.items() if each >= 0.1)
-
-
 class Progress:
-    """Counts the bytes that one load reads, and times its steps; a context that closes its bar.
+    """Counts the bytes that one load reads; a context that closes its bar.
 
     Args:
         report: a callback; True for a bar; False for nothing; None for a bar on a terminal, and
             elsewhere for lines in the log `shmload.progress` if the load takes long.
         title: the bar's title.
-
-    Attributes:
-        times_s: the time of each step so far, in seconds, by its name.
     """
 
     def __init__(self, report: Callback | bool | None, title: str) -> None:
@@ -54,7 +35,6 @@ class Progress:
         self._has_bar = has_stderr and (report is True or (report is None and has_terminal))
         self._has_lines = report is None and not has_terminal
         self.title = printing(title)
-        self.times_s = dict.fromkeys((step.value for step in Step), 0.0)
         self._bar: Any = None
         self._lock = threading.Lock()
         self._total = 0
@@ -69,21 +49,17 @@ class Progress:
             self._bar.close()
 
     @contextlib.contextmanager
-    def during(self, step: Step, doing: str = "") -> Iterator[None]:
-        """Count the block's time for a step.
+    def during(self, phase: Phase, doing: str = "") -> Iterator[None]:
+        """Count the block's time for a phase of the load.
 
         Args:
-            step: the step.
+            phase: the phase.
             doing: what the log says first if it may take long, such as `importing diffusers`.
         """
         if doing and self._has_lines:
             logger.info("%s: %s", self.title, printing(doing))
-        began = time.monotonic()
-        try:
+        with during(phase):
             yield
-        finally:
-            # Without the lock, which a slow callback holds: no step is in two threads at a time.
-            self.times_s[step.value] += time.monotonic() - began
 
     def start(self, total: int) -> None:
         """Set the number of bytes in all, and count again from zero."""

@@ -19,7 +19,8 @@ from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load
-from shmload._loading.progress import Progress, Step
+from shmload._loading.progress import Progress
+from shmload._loading.trace import Phase, during
 from shmload._segments.segment import Stay
 from shmload.errors import ArgumentError, SourceNotFound
 
@@ -47,20 +48,21 @@ def find_with_rules(
         ArgumentError: the class loads no pipelines, or the source is none.
         UnknownComponent, UnknownDtype, CheckpointError.
     """
-    found = find_certain(wanted, may_be_unread=may_be_unread)
+    with during(Phase.FIND):
+        found = find_certain(wanted, may_be_unread=may_be_unread)
     if pipeline_class is not None:
         if not found.is_pipeline:
             raise ArgumentError(f"pipeline_class is for pipelines, and {wanted.source} is none")
-        with progress.during(Step.IMPORTING, "importing diffusers for the class (once)"):
+        with progress.during(Phase.IMPORT, "importing diffusers for the class (once)"):
             found = library("makers").PipelineMaker(pipeline_class).import_classes(found)
     dtype, doing = settle_dtype(wanted.dtype, found), ""
     with paused_gc():
         if not all(is_known(checkpoint, dtype) for checkpoint in found.checkpoints):
             doing = "finding the dtype rules of its classes (once)"
             importing = "importing diffusers and transformers to find dtype rules (once)"
-            with progress.during(Step.IMPORTING, importing), whole_libraries():
+            with progress.during(Phase.IMPORT, importing), whole_libraries():
                 library("rules").import_libraries()
-        with progress.during(Step.DERIVING_RULES, doing):
+        with progress.during(Phase.PLAN, doing):
             return found, {each.component: rule_for(each, dtype) for each in found.checkpoints}
 
 

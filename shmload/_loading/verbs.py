@@ -18,9 +18,10 @@ from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import repair_errors
-from shmload._loading.progress import Callback, Progress, Step, describe_times
+from shmload._loading.progress import Callback, Progress
 from shmload._loading.shard import Plan, open_checkpoint
 from shmload._loading.sources import complete_load, find_with_rules, require_read
+from shmload._loading.trace import Phase, describe_times, tracing
 from shmload._placement.inventory import Inventory, choose_inventory
 from shmload._placement.placement import place
 from shmload._segments.models import Model
@@ -48,8 +49,8 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     """Duration of the call, in seconds."""
     times_s: dict[str, float]
-    """Of it, the time of each step, in seconds: `imports`, `dtype rules`, `making room`, `waiting
-    for other processes`, `reading`. The rest is planning, locks and digests."""
+    """The time of each phase, in seconds, which add up to it: `find`, `plan`, `import`,
+    `make room`, `wait for another`, `read and cast`, `rest`; and those of loads, which are 0."""
     left_out: tuple[LeftOut, ...] = ()
     """Files of weights that are left to the libraries, because shmload does not read them."""
     evicted: tuple[Model, ...] = ()
@@ -61,7 +62,7 @@ class WarmReport(Printable, msgspec.Struct, frozen=True, kw_only=True):
         done = f"already resident, {resident}"
         if self.read_nbytes:
             others = dict(self.times_s)
-            reading_s = others.pop(Step.READING.value)
+            reading_s = others.pop(Phase.READ.value)
             times = describe_times(others)
             done = (
                 f"{resident} resident in {count_of(len(self.segments), 'segment')}, "
@@ -85,6 +86,7 @@ def warm(
     progress: Callback | bool | None = None,
     pin: bool = False,
     keep_for: float | str | timedelta | None = None,
+    trace: str | os.PathLike[str] | None = None,
     **hub_kwargs: Any,
 ) -> WarmReport:
     """Decode a source into resident segments, which later loads with the same arguments attach.
@@ -108,6 +110,7 @@ def warm(
         keep_for: how long the segments stay while no process uses them: a text such as `2h` or
             `90min`, a number of seconds, or a `timedelta`; `forever` for no limit; None leaves the
             limit of segments that are resident already, and gives new ones none.
+        trace: as for `load_pipeline`.
         hub_kwargs: `revision`, `cache_dir`, `token`, `local_files_only`, `force_download`,
             `subfolder`; and `weight_name`, the name or names of the files to read in a directory
             that is no model's, such as one of LoRAs or IP-Adapters.
@@ -123,7 +126,7 @@ def warm(
     if pin and keep_for_s:
         raise ArgumentError("pin and keep_for exclude each other: what is pinned stays when idle")
     wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=warm)
-    with Progress(progress, wanted.title) as counter:
+    with tracing(trace, wanted.title) as timed, Progress(progress, wanted.title) as counter:
         found, rules = find_with_rules(wanted, counter, pipeline_class=pipeline_class)
         require_read(found, wanted)
         with complete_load(found, rules, counter, Stay.RESIDENT, workers, verify) as load:
@@ -143,7 +146,7 @@ def warm(
                 resident_nbytes=sum(segment.nbytes for segment in held),
                 read_nbytes=load.read_nbytes,
                 elapsed_s=time.monotonic() - began,
-                times_s=counter.times_s,
+                times_s=timed.times_s(),
                 left_out=left_out,
                 evicted=tuple(load.evicted),
             )

@@ -19,7 +19,7 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert first.read_nbytes == NBYTES
     assert sorted(first.segments) == shm_names()
     assert first.resident_nbytes == sum((SHM / name).stat().st_size for name in shm_names())
-    assert 0 < first.times_s["reading"] < first.elapsed_s
+    assert 0 <= first.times_s["read and cast"] < first.elapsed_s
 
     def written():
         return [(n, (SHM / n).stat().st_ino, (SHM / n).read_bytes()) for n in shm_names()]
