@@ -19,7 +19,7 @@ import msgspec
 from shmload._building.maker import Maker
 from shmload._building.options import Options
 from shmload._building.route import Route, choose_route
-from shmload._checkpoints.left_out import hint_of_subfolders, hint_of_variants
+from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
@@ -232,9 +232,8 @@ def load(
         try:
             made = attempt.run()
         except (OSError, ValueError) as exc:  # a library says only that it found no file
-            subfolder = kwargs.get("subfolder")
-            hint = hint_of_subfolders(source, subfolder) or hint_of_variants(source, subfolder)
-            if hint and not isinstance(exc, ShmloadError):
-                exc.add_note(f"shmload: {hint}")
+            there = ", ".join(map(str, find_left_out(source)))
+            if there and not isinstance(exc, ShmloadError):
+                exc.add_note(f"shmload: there is {there}; a variant is asked for by variant=")
             raise
     return made

@@ -24,7 +24,7 @@ from shmload._checkpoints.chosen_rule import forget_rule
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.source import Source, has_none_else, weight_files
+from shmload._checkpoints.source import Source, weight_files
 from shmload._host.changes import forks_wait
 from shmload._host.limits import repair_errors
 from shmload._host.pagemap import is_modified
@@ -162,11 +162,8 @@ class Build:
 
     def _from_path(self, path: str | os.PathLike[str]) -> Any:
         """Let the library build it from a directory."""
-        kwargs = dict(self._kwargs)
-        if kwargs.get("use_safetensors") is False and has_none_else(self._source):
-            kwargs["use_safetensors"] = None  # the segments of these are safetensors
         with inside():
-            return self._maker.make(path, self._torch_dtype, kwargs)
+            return self._maker.make(path, self._torch_dtype, self._kwargs)
 
     def _is_wholly_mapped(self, made: Any, components: set[str]) -> bool:
         """Tell whether every stored tensor of some components is mapped, and none was read."""

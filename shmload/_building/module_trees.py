@@ -15,10 +15,10 @@ from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
-from shmload._checkpoints.left_out import plain_weights_left
 from shmload._checkpoints.own_dtypes import stored_tensors
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.weights import plain_weights_in
 from shmload._compat import float32_patterns, indivisible_classes
 from shmload._placement.modules import Component, Module, join, parent_of
 from shmload._wording import logger_of
@@ -112,7 +112,7 @@ def components_of(
             found.append(_describe(by_name[name], torch_dtype))
         elif only is None or name in only:
             # The library alone reads its weights, if it has any.
-            files = plain_weights_left(source.folder_of(name))
+            files = plain_weights_in(source.folder_of(name))
             if files:
                 found.append(_opaque(name, sum(path.stat().st_size for path in files)))
     return tuple(found)

@@ -8,7 +8,7 @@ import msgspec
 from shmload._building.keywords import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS
 from shmload._building.maker import Maker, is_left_to_library
 from shmload._building.options import Options
-from shmload._checkpoints.source import Source, has_none_else
+from shmload._checkpoints.source import Source
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._placement.device_map import STRATEGIES
 from shmload._placement.placement import place
@@ -47,8 +47,8 @@ def choose_route(
         DoesNotFit: as `place`.
     """
     destination = _parse_destination(source, options, kwargs)
-    is_unread = kwargs.get("use_safetensors") is False and not has_none_else(source)
-    is_bypassed = is_unread or any(map(kwargs.get, BYPASSING_KEYWORDS))
+    # With False the library reads its own files.
+    is_bypassed = kwargs.get("use_safetensors") is False or any(map(kwargs.get, BYPASSING_KEYWORDS))
     keeps_nothing = options.stay is Stay.PRIVATE and not (options.verify or is_bypassed)
     if options.is_bounded:
         destination = _bound(destination if keeps_nothing else None, source, dtype)

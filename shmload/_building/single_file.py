@@ -25,7 +25,7 @@ from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._checkpoints.weights import format_with_blocks, why_file_is_unread
+from shmload._checkpoints.weights import format_with_blocks, why_unread
 from shmload.errors import ArgumentError
 
 _METHOD = "from_single_file"
@@ -58,7 +58,7 @@ def find_single_file(wanted: Wanted) -> Source:
     hub = Hub(local_files_only=wanted.hub.local_files_only)
     alone = msgspec.structs.replace(wanted, hub=hub)
     found = find_source(alone)
-    why = why_file_is_unread(found.root)
+    why = why_unread(found.root)
     if why and not getattr(why, "why", ""):  # the library could only say less
         raise why
     if why:

@@ -16,14 +16,14 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from shmload._checkpoints.formats.known import formats_asked
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import resolve, resolve_model
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
-from shmload._checkpoints.wanted import Hub, Wanted, not_found
-from shmload._checkpoints.weights import are_in_format, files_of_model
-from shmload._wording import nearest
+from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.weights import files_of_model, weights_in
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -31,6 +31,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # Of the hub, for URLs of files; and what stands before a revision in one.
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _OF_FILES = ("blob", "resolve", "raw")
+# Letters of an error that is repeated.
+_MOST_SAID = 500
 
 
 def find_source(wanted: Wanted, kwargs: Mapping[str, Any] | None = None) -> Source:
@@ -77,29 +79,38 @@ def _find(
     except OSError as exc:  # a name too long, a directory that may not be entered
         raise SourceNotFound(f"{given}: {exc.strerror or str(exc)}") from exc
     if not _HUB_ID.fullmatch(str(given)):
-        raise not_found(given, "no such file or directory")
+        raise SourceNotFound(f"{given}: no such file or directory")
     from huggingface_hub import constants  # not for what is on the disk
 
-    if hub.local_files_only or constants.HF_HUB_OFFLINE:
-        return resolve_in(wanted, _require_cached(wanted), kwargs)
-    if not hub.force_download:
-        # Download what the cache lacks, or has only in part.
-        with contextlib.suppress(ShardMissing, IndexMalformed, SourceNotFound):
+    is_offline = hub.local_files_only or constants.HF_HUB_OFFLINE
+    if is_offline or not hub.force_download:
+        try:
             found = resolve_in(wanted, _require_cached(wanted), kwargs)
-            folders = _folders(found, wanted, kwargs)
-            if found.is_complete and are_in_format(folders, kwargs.get("use_safetensors")):
+        except (ShardMissing, IndexMalformed, SourceNotFound):
+            if is_offline:
+                raise
+        else:
+            if is_offline or _is_whole(found, wanted, kwargs):
                 return found
+    # What the cache lacks, or has only in part.
     return resolve_in(wanted, _download(wanted, kwargs, is_model=is_model), kwargs)
 
 
-def _folders(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> list[Path]:
-    """Return the folders of the models that are wanted of a source."""
+def _is_whole(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the cache has all that is wanted, in the format that is asked for."""
+    use_safetensors = kwargs.get("use_safetensors")
+    if use_safetensors is None or not found.is_complete:
+        return found.is_complete
+    folders = [found.root / wanted.hub.folder]
     if found.is_pipeline:
         chosen = found.components if wanted.components is None else wanted.components
-        return [found.folder_of(name) for name in chosen if name not in kwargs]
-    return [checkpoint.folder for checkpoint in found.checkpoints] or [
-        found.root / (wanted.hub.subfolder or "")
-    ]
+        folders = [found.folder_of(name) for name in chosen if name not in kwargs]
+    suffixes = formats_asked(use_safetensors)[0].suffixes
+    return all(
+        any(name.endswith(suffixes) for name in names)
+        for names in map(weights_in, folders)
+        if names
+    )
 
 
 def _require_cached(wanted: Wanted) -> Path:
@@ -111,44 +122,9 @@ def _require_cached(wanted: Wanted) -> Path:
     if found := find_cached(str(wanted.source), wanted.hub):
         return found
     cause = "local_files_only" if wanted.hub.local_files_only else "HF_HUB_OFFLINE"
-    there, near = _what_is_cached(str(wanted.source), wanted.hub)
-    reason = f"not in the hub cache{there}, and downloads are off ({cause}){near}"
-    with contextlib.suppress(FileNotFoundError):  # this process's directory may be gone
-        reason = f"no such file or directory in {os.getcwd()}; as a hub id it is {reason}"
-    raise not_found(wanted.source, reason)
-
-
-def _what_is_cached(repo_id: str, hub: Hub) -> tuple[str, str]:
-    """Return what to say of the hub cache, and of a hub id in it that may have been meant."""
-    from huggingface_hub import constants
-
-    cache = Path(hub.cache_dir or constants.HF_HUB_CACHE)
-    names = {name.removeprefix("models--").replace("--", "/"): name for name in _names_in(cache)}
-    if repo_id not in names:
-        return f" ({cache})", nearest(repo_id, [name for name in names if "/" in name])
-    if hub.revision is None:
-        return " in full", ""
-    there = _revisions_in(cache / names[repo_id])
-    listed = ", ".join(there) or "none"
-    return f" in revision {hub.revision!r} (there: {listed})", nearest(hub.revision, there)
-
-
-def _revisions_in(repository: Path) -> list[str]:
-    """Return the revisions of a cached repository, in full: the cache knows no short commits."""
-    commits, refs = _names_in(repository / "snapshots"), repository / "refs"
-    found = []
-    for path in sorted(path for path in refs.rglob("*") if path.is_file()):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if path.read_text().strip() in commits:
-                found.append(str(path.relative_to(refs)))  # such as `refs/pr/7`
-    return found + commits
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+    revision = f" in revision {wanted.hub.revision!r}" if wanted.hub.revision else ""
+    reason = f"not in the hub cache in full{revision}, and downloads are off ({cause})"
+    raise SourceNotFound(f"{wanted.source}: no such file or directory, and {reason}")
 
 
 def find_cached(repo_id: str, hub: Hub) -> Path | None:
@@ -205,26 +181,13 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
         patterns = [glob.escape(each) for each in files]
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
-        reason = _why_not_downloaded(exc, wanted.hub)
-        raise not_found(
-            repo_id, f"no such file or directory, and it cannot be downloaded: {reason}"
-        ) from exc
+        reason = f"no such file or directory, and it cannot be downloaded: {_in_a_line(exc)}"
+        raise SourceNotFound(f"{repo_id}: {reason}") from exc
 
 
-def _why_not_downloaded(exc: Exception, hub: Hub) -> str:
-    """Say why a download failed, in a line: the hub's own first line may be `404 Client Error`."""
-    from huggingface_hub import errors
-
-    if isinstance(exc, errors.GatedRepoError):  # a RepositoryNotFoundError too
-        return "its owner grants access, and has granted none to your token; ask on its page"
-    if isinstance(exc, errors.RepositoryNotFoundError):
-        return (
-            "the hub has none of that name, or it is private: give a token that may read it "
-            "(token=, HF_TOKEN, or `hf auth login`)"
-        )
-    if isinstance(exc, errors.RevisionNotFoundError):
-        return f"the hub has no revision {hub.revision!r} of it"
-    return next(iter(str(exc).splitlines()), type(exc).__name__)
+def _in_a_line(exc: Exception) -> str:
+    """Return what the hub's library says, whose first line may be `404 Client Error` alone."""
+    return " ".join(str(exc).split())[:_MOST_SAID] or type(exc).__name__
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -287,4 +250,4 @@ def bring_file(url: str, hub: Hub) -> Path | None:
         return Path(hf_hub_download(wanted.repo_id, wanted.name, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         name = f"{wanted.repo_id}/{wanted.name}"
-        raise SourceNotFound(f"{name}: {_why_not_downloaded(exc, hub)}") from exc
+        raise SourceNotFound(f"{name}: {_in_a_line(exc)}") from exc

@@ -1,7 +1,6 @@
 """JSON files that name other files: a pipeline's index, and the index of a sharded checkpoint.
 
-Guarantee: a file that an index names lies beside it, or in a folder below where the library that
-reads the index takes that, too.
+Guarantee: a file that an index of shards names lies beside it, or in a folder below.
 """
 
 import json
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shmload._checkpoints.formats.known import is_of_diffusers
 from shmload._host.files import open_source
 from shmload.errors import IndexMalformed, ShardMissing
 
@@ -64,20 +62,18 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
 
     Raises:
         IndexMalformed: it cannot be read, has no `weight_map`, or names a file outside its
-            directory, or for diffusers one in a folder below.
+            directory.
         ShardMissing: it names a file that does not exist.
     """
     weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise _malformed(index_path, "it has no weight_map")
-    if not all(isinstance(name, str) for name in weight_map.values()):
-        raise _malformed(index_path, "its weight_map has a value that is not a file's name")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise _malformed(index_path, "it has no weight_map with names of files")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if is_of_diffusers(index_path.name) and not _is_entry(name):
-            why = "and diffusers takes only names of files in the index's own directory"
-            raise _malformed(index_path, f"it names {name!r}, {why}", _MOVE)
-        if leads_outside(name):
+        is_file = os.path.basename(name) not in ("", ".", "..")
+        if os.path.isabs(name) or ".." in name.split("/") or not is_file:
             raise _malformed(index_path, f"it names {name!r}, outside its own directory", _MOVE)
     shards = tuple(index_path.parent / name for name in names)
     for shard in shards:
@@ -89,12 +85,6 @@ def indexed_shards(index_path: Path) -> tuple[Path, ...]:
     return shards
 
 
-def leads_outside(name: str) -> bool:
-    """Tell whether a name in an index is of no file in its directory or below."""
-    is_file = os.path.basename(name) not in ("", ".", "..")
-    return os.path.isabs(name) or ".." in name.split("/") or not is_file
-
-
 def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
     """Return the content of a checkpoint's index, with other names of its shards."""
     index = read_json(index_path)
@@ -103,19 +93,6 @@ def renamed_index(index_path: Path, rename: Callable[[str], str]) -> bytes:
         for tensor, shard in index["weight_map"].items()
     }
     return json.dumps(index).encode()
-
-
-def require_beside(name: str, index_path: Path) -> None:
-    """Raise IndexMalformed if a name is not that of an entry of the index's own directory.
-
-    The user did not name such a file.
-    """
-    if not _is_entry(name):
-        raise _malformed(index_path, f"it names {name!r}, outside its own directory")
-
-
-def _is_entry(name: str) -> bool:
-    return name not in ("", ".", "..") and name == os.path.basename(name)
 
 
 def _malformed(

@@ -6,7 +6,7 @@ a repository on this machine its own files count before what the spec names, as 
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,11 @@ from shmload.errors import CheckpointError, ShmloadError
 _LIBRARIES = ("diffusers", "transformers")
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an index says of one component."""
-
-    name: str
-    library: str
-    class_name: str
-    source: str
-    """A repository, a directory or a file; empty for a component that is not loaded."""
-    subfolder: str | None
-    variant: str | None
-    revision: str | None
-
-
 def find_whole_source(wanted: Wanted) -> Source:
     """Find a source; of a modular pipeline the components too, wherever they are.
 
     Raises:
-        SourceNotFound, CheckpointError: as `find_source`; `CheckpointError` is one.
+        SourceNotFound, CheckpointError: as `find_source`, and for a component.
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
     found = find_source(wanted)
@@ -50,18 +37,17 @@ def find_whole_source(wanted: Wanted) -> Source:
     for name in wanted.components or ():
         if name not in found.components:
             raise no_component(name, wanted.source, found.components)
-    sought = [
-        spec
-        for spec in _specs(found)
-        if spec.source and (wanted.components is None or spec.name in wanted.components)
-    ]
-    by_name = {spec.name: _find(spec, wanted) for spec in sought}
+    by_name = {}
+    for name, spec in listed_specs(read_json(found.index)):
+        source = _source_of(found, spec)
+        is_wanted = wanted.components is None or name in wanted.components
+        if source and is_wanted and not _class_in(spec)[1].endswith(WITHOUT_WEIGHTS):
+            by_name[name] = _find(name, spec, source, wanted)
     return msgspec.structs.replace(
         found,
         checkpoints=tuple(each for each in by_name.values() if each.shards),
         unread=tuple(name for name, each in by_name.items() if not each.shards),
         folders={name: each.folder for name, each in by_name.items()},
-        variant=wanted.variant,
     )
 
 
@@ -86,76 +72,6 @@ def is_absent(source: str, subfolder: str | None, hub: Hub) -> bool:
     return False
 
 
-def _specs(source: Source) -> Iterator[Spec]:
-    """Yield the specs of models, as the library reads them."""
-    for name, spec in listed_specs(read_json(source.index)):
-        library, class_name = class_named_by(spec.get("type_hint"))
-        found = Spec(
-            name=name,
-            library=library,
-            class_name=class_name,
-            source=_text(spec.get("pretrained_model_name_or_path") or spec.get("repo")) or "",
-            subfolder=_text(spec.get("subfolder")),
-            variant=_text(spec.get("variant")),
-            revision=_text(spec.get("revision")),
-        )
-        is_copied = os.path.isdir(source.given) and weights_in(
-            source.root / (found.subfolder or "")
-        )
-        if is_copied:
-            found = msgspec.structs.replace(found, source=os.fspath(source.given), revision=None)
-        if not class_name.endswith(WITHOUT_WEIGHTS):
-            yield found
-
-
-def _find(spec: Spec, wanted: Wanted) -> Checkpoint:
-    """Return the checkpoint of a component, without shards if shmload reads none.
-
-    Raises:
-        CheckpointError: it is nowhere, or its files are damaged.
-    """
-    try:
-        if is_foreign(spec.source):  # the library refuses it
-            return Checkpoint(component=spec.name, folder=Path(spec.source), shards=())
-        where = msgspec.structs.replace(
-            wanted.hub, subfolder=spec.subfolder, revision=spec.revision
-        )
-        if is_url(spec.source) or os.path.isfile(spec.source):
-            hub = msgspec.structs.replace(where, subfolder=None)
-            found = find_source(Wanted(source=spec.source, hub=hub))
-            return msgspec.structs.replace(found.checkpoints[0], component=spec.name)
-        variant = wanted.variant or spec.variant
-        own_wanted = Wanted(source=spec.source, variant=variant, hub=where)
-        found = find_model(own_wanted)
-        folder = (
-            subfolder_of(own_wanted, found.root) if spec.class_name else found.root / where.folder
-        )
-    except ShmloadError as exc:
-        raise component_failed(spec.name, spec.source, exc) from exc
-    if not found.checkpoints:
-        return Checkpoint(component=spec.name, folder=folder, shards=())
-    own = found.checkpoints[0]
-    is_named = spec.library in _LIBRARIES and not spec.class_name.startswith("Auto")
-    return msgspec.structs.replace(
-        own,
-        component=spec.name,
-        library=spec.library if is_named else own.library,
-        class_name=spec.class_name if is_named else own.class_name,
-    )
-
-
-def class_named_by(value: Any) -> tuple[str, str]:
-    """Return the library and the class that a spec names; empty texts if it names none."""
-    match value:
-        case [str(library), str(class_name)]:
-            return library, class_name
-    return "", ""
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
 def component_failed(name: str, source: object, cause: object) -> CheckpointError:
     """Return the error for a component that cannot be loaded from where its spec points."""
     return CheckpointError(
@@ -164,3 +80,55 @@ def component_failed(name: str, source: object, cause: object) -> CheckpointErro
         name=name,
         source=source,
     )
+
+
+def _source_of(found: Source, spec: Mapping[str, Any]) -> str:
+    """Return the repository, directory or file of a component; empty if it is not loaded."""
+    folder = found.root / (_text(spec, "subfolder") or "")
+    if os.path.isdir(found.given) and weights_in(folder):
+        return os.fspath(found.given)
+    return _text(spec, "pretrained_model_name_or_path") or _text(spec, "repo") or ""
+
+
+def _find(name: str, spec: Mapping[str, Any], source: str, wanted: Wanted) -> Checkpoint:
+    """Return the checkpoint of a component, without shards if shmload reads none.
+
+    Raises:
+        CheckpointError: it is nowhere, or its files are damaged.
+    """
+    if is_foreign(source):  # the library refuses it
+        return Checkpoint(component=name, folder=Path(source), shards=())
+    library, class_name = _class_in(spec)
+    revision = None if source == str(wanted.source) else _text(spec, "revision")
+    hub = msgspec.structs.replace(wanted.hub, revision=revision)
+    try:
+        if is_url(source) or os.path.isfile(source):
+            found = find_source(Wanted(source=source, hub=hub))
+            return msgspec.structs.replace(found.checkpoints[0], component=name)
+        hub = msgspec.structs.replace(hub, subfolder=_text(spec, "subfolder"))
+        variant = wanted.variant or _text(spec, "variant")
+        own_wanted = Wanted(source=source, variant=variant, hub=hub)
+        found = find_model(own_wanted)
+        if class_name:
+            subfolder_of(own_wanted, found.root)  # raises if there is none
+    except ShmloadError as exc:
+        raise component_failed(name, source, exc) from exc
+    if not found.checkpoints:
+        return Checkpoint(component=name, folder=found.root / hub.folder, shards=())
+    own = msgspec.structs.replace(found.checkpoints[0], component=name)
+    if library in _LIBRARIES and not class_name.startswith("Auto"):
+        own = msgspec.structs.replace(own, library=library, class_name=class_name)
+    return own
+
+
+def _class_in(spec: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the library and the class that a spec names; empty texts if it names none."""
+    match spec.get("type_hint"):
+        case [str(library), str(class_name)]:
+            return library, class_name
+    return "", ""
+
+
+def _text(spec: Mapping[str, Any], name: str) -> str | None:
+    value = spec.get(name)
+    return value if isinstance(value, str) else None

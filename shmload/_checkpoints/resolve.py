@@ -5,31 +5,21 @@ Follows what diffusers and transformers do with a local directory, in the releas
 extra file is decoded for nothing. The model is right either way.
 """
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from shmload._checkpoints.formats.known import (
-    OF_SEGMENTS,
-    default_name,
-    format_names,
-    formats_asked,
-    is_of_weights,
-    name_in_view,
-)
-from shmload._checkpoints.header import Format
+from shmload._checkpoints.formats.known import default_name, format_names, formats_asked
 from shmload._checkpoints.indexes import (
     indexed_shards,
     listed_components,
     listed_specs,
     read_json,
-    require_beside,
 )
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Checkpoint, Source, no_component
-from shmload._checkpoints.wanted import Wanted, not_found
+from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import (
     ask_for,
     find_adapters,
@@ -38,9 +28,10 @@ from shmload._checkpoints.weights import (
     is_left,
     weights_in,
 )
-from shmload._wording import nearest, nearest_name
+from shmload._wording import nearest
 from shmload.errors import (
     ArgumentError,
+    IndexMalformed,
     ShardMissing,
     ShmloadError,
     SourceNotFound,
@@ -65,8 +56,7 @@ def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None)
         wanted: what to find; its dtype is not used.
         root: the directory or file that its source stands for.
         kwargs: other arguments of `from_pretrained`. Components among them are not looked for.
-            `use_safetensors=True` leaves other formats to the libraries; False leaves all to them
-            if a component has weights in another format than is asked for so.
+            `use_safetensors=True` leaves other formats to the libraries, False leaves all.
 
     Raises:
         SourceNotFound: `root` or its subfolder does not exist, or holds no weights.
@@ -77,22 +67,59 @@ def resolve(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None)
         UnknownComponent: `components` has a name that the pipeline does not list.
     """
     kwargs = kwargs or {}
-    use_safetensors = kwargs.get("use_safetensors")
     try:
         folder = subfolder_of(wanted, root)
         if wanted.hub.weight_names:
             return _resolve_named(wanted, folder)
-        found = _resolve(wanted, folder, formats_asked(use_safetensors), kwargs)
-        if use_safetensors is False and (
-            any(weights_in(folder / name) for name in found.unread) or _has_rivals(found.shards)
-        ):
-            # The library looks for no safetensors then, and so for no segment: all is left to it.
-            found = _resolve(wanted, folder, (), kwargs)
-        return msgspec.structs.replace(found, variant=wanted.variant)
+        if folder.is_file():
+            return _without_class(wanted, folder, [folder])
+        if (folder / INDEX).is_file():
+            return _resolve_pipeline(wanted, folder, kwargs)
+        if (folder / MODULAR_INDEX).is_file():
+            return _resolve_modular(wanted, folder)
+        if folder.is_dir():
+            return _resolve_folder(wanted, folder, kwargs)
     except ShmloadError:
         raise
     except OSError as exc:  # a name too long, a directory that may not be entered
         raise SourceNotFound(f"{wanted.source}: {exc.strerror or str(exc)}") from exc
+    raise SourceNotFound(f"{wanted.source}: {_NOWHERE}")
+
+
+def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None) -> Source:
+    """Find the weight files of one model, alone or in a pipeline.
+
+    Where the library would find none, or finds them in another way, no checkpoint is returned: the
+    library loads the model from its own files, or says what is wrong.
+
+    Args:
+        wanted: the model's repository or directory, its subfolder and variant.
+        root: the directory or file that its source stands for.
+        kwargs: as for `resolve`.
+
+    Raises:
+        SourceNotFound: `root` does not exist.
+        ShardMissing: as `resolve`.
+    """
+    if not os.path.exists(root):
+        raise SourceNotFound(f"{wanted.source}: {_NOWHERE}")
+    folder = root / (wanted.hub.subfolder or "")
+    is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
+    # A single model's variant is there, or the library refuses.
+    is_there = wanted.variant is None or has_variant(folder, wanted.variant)
+    found = None
+    if is_below and is_there:
+        with contextlib.suppress(IndexMalformed):  # transformers takes any path in an index
+            found = _checkpoint(wanted, folder, kwargs or {})
+    is_read = found is not None and found.shards and not is_left(found.shards)
+    return Source(
+        given=os.fspath(wanted.source),
+        root=root,
+        checkpoints=(found,) if found and is_read else (),
+        folders={"": folder},
+        variant=wanted.variant,
+        is_complete=is_below and is_there and bool(weights_in(folder)),
+    )
 
 
 def subfolder_of(wanted: Wanted, root: Path) -> Path:
@@ -108,86 +135,23 @@ def subfolder_of(wanted: Wanted, root: Path) -> Path:
     if root.is_file():
         raise ArgumentError(f"subfolder is for directories, and {wanted.source} is a file")
     if root.is_dir() and not (root / name).is_dir():
-        folders = sorted(each.name for each in root.iterdir() if each.is_dir())
-        near = nearest(name, folders)
+        near = nearest(name, sorted(each.name for each in root.iterdir() if each.is_dir()))
         raise SourceNotFound(f"{wanted.source}: it has no subfolder {name!r}{near}")
     return root / name
 
 
-def _has_rivals(shards: Collection[Path]) -> bool:
-    """Tell whether there are safetensors that a library may prefer to segments of PyTorch's files.
-
-    A view has segments under the names of safetensors, and so hides only files of these names.
-    """
-    hidden = {shard.parent / name_in_view(shard.name) for shard in shards}
-    return any(
-        OF_SEGMENTS.suffixes[0] in name and folder / name not in hidden
-        for folder in {shard.parent for shard in shards}
-        for name in os.listdir(folder)
-    )
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a model's directory; empty if it has none."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
-def _resolve(
-    wanted: Wanted, root: Path, formats: Sequence[Format], passed: Collection[str]
-) -> Source:
-    if root.is_file():
-        return _without_class(wanted, root, root.parent, (root,))
-    if not root.is_dir():
-        raise not_found(wanted.source, _NOWHERE)
-    if (root / INDEX).is_file():
-        return _resolve_pipeline(wanted, root, formats, passed)
-    if (root / MODULAR_INDEX).is_file():
-        return _resolve_modular(wanted, root)
-    return _resolve_component(wanted, root, formats)
-
-
-def _without_class(
-    wanted: Wanted, root: Path, folder: Path, shards: tuple[Path, ...], **others: Any
-) -> Source:
+def _without_class(wanted: Wanted, root: Path, shards: Collection[Path], **others: Any) -> Source:
     """Return a source that is some files of weights, of which no class is known."""
-    found = Checkpoint(folder=folder, shards=shards)
-    return Source(given=wanted.source, root=root, checkpoints=(found,), **others)
-
-
-def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None = None) -> Source:
-    """Find the weight files of one model, alone or in a pipeline.
-
-    Where the library would find none, or finds them in another way, no checkpoint is returned: the
-    library loads the model from its own files, or says what is wrong.
-
-    Args:
-        wanted: the model's repository or directory, its subfolder and variant.
-        root: the directory or file that its source stands for.
-        kwargs: other arguments of `from_pretrained`. `use_safetensors=True` leaves other formats to
-            the library, False all but the one that it means.
-
-    Raises:
-        SourceNotFound: `root` does not exist.
-        IndexMalformed, ShardMissing: as `resolve`.
-    """
-    if not os.path.exists(root):
-        raise SourceNotFound(f"{wanted.source}: {_NOWHERE}")
-    variant, use_safetensors = wanted.variant, (kwargs or {}).get("use_safetensors")
-    folder = root / (wanted.hub.subfolder or "")
-    is_below = folder.is_relative_to(root) and ".." not in folder.parts[len(root.parts) :]
-    names = os.listdir(folder) if is_below and os.path.isdir(folder) else []
-    library, class_name, config = _describe(folder) if names else ("", "", {})
-    # A single model's variant is there, or the library refuses.
-    is_there = variant is None or has_variant(folder, variant)
-    shards: tuple[Path, ...] = ()
-    if names and is_there:
-        shards = find_shards(folder, names, library, variant, formats_asked(use_safetensors))
-        if is_left(shards) or (use_safetensors is False and _has_rivals(shards)):
-            shards = ()
-    found = Checkpoint(
-        folder=folder, library=library, class_name=class_name, config=config, shards=shards
-    )
+    folder = root if root.is_dir() else root.parent
+    found = Checkpoint(folder=folder, shards=tuple(shards))
     return Source(
-        given=os.fspath(wanted.source),
-        root=root,
-        checkpoints=(found,) if shards else (),
-        variant=variant,
-        is_complete=any(map(is_of_weights, names)) and is_there,
+        given=wanted.source, root=root, checkpoints=(found,), variant=wanted.variant, **others
     )
 
 
@@ -201,26 +165,24 @@ def _resolve_named(wanted: Wanted, root: Path) -> Source:
                 f"weight_name is {name!r}; give a name, and its folder as subfolder"
             )
         if not os.path.exists(root / name):
-            there = weights_in(root)
-            by_stem = {os.path.splitext(each)[0]: each for each in there}  # endings are all alike
-            near = nearest_name(os.path.splitext(name)[0], list(by_stem))
-            hint = f"; did you mean {by_stem[near]!r}?" if near else ""
+            there = ", ".join(weights_in(root)) or "none"
             raise ShardMissing(
-                f"{root / name}, named by weight_name, does not exist; there are "
-                f"{', '.join(there) or 'none'}{hint}",
+                f"{root / name}, named by weight_name, does not exist; there are {there}",
                 path=root / name,
             )
-    return _without_class(wanted, root, root, tuple(root / name for name in names))
+    return _without_class(wanted, root, [root / name for name in names])
 
 
-def _resolve_pipeline(
-    wanted: Wanted, root: Path, formats: Sequence[Format], passed: Collection[str]
-) -> Source:
-    index_path = root / INDEX
-    index = read_json(index_path)
+def _resolve_pipeline(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> Source:
+    index = read_json(root / INDEX)
     listed = dict(listed_components(index))
     for name in listed:
-        require_beside(name, index_path)
+        if name in (".", "..") or name != os.path.basename(name):
+            raise IndexMalformed(
+                f"{root / INDEX}: it names {name!r}, outside its own directory; download the "
+                "checkpoint again",
+                path=root / INDEX,
+            )
     for name in wanted.components or ():
         if name not in listed:
             offered = [each for each in listed if weights_in(root / each)] or listed
@@ -229,28 +191,25 @@ def _resolve_pipeline(
         name
         for name, (library, _) in listed.items()
         if library
-        and name not in passed
+        and name not in kwargs
         and (wanted.components is None or name in wanted.components)
     ]
-    found = [
-        _checkpoint(root / name, wanted.variant, formats, name, *listed[name]) for name in sought
-    ]
-    ask_for([shard for each in found if each for shard in each.shards])
-    found = [None if each and is_left(each.shards) else each for each in found]
-    pipeline_class = index.get("_class_name")
+    found = [_checkpoint(wanted, root / name, kwargs, name, *listed[name]) for name in sought]
+    ask_for([shard for each in found for shard in each.shards])
+    read = [each for each in found if each.shards and not is_left(each.shards)]
+    class_name = index.get("_class_name")
+    variant = wanted.variant
     return Source(
         given=wanted.source,
         root=root,
         # A list names a class in the repository's own Python file; only the library can find it.
-        class_name=pipeline_class if isinstance(pipeline_class, str) else "",
+        class_name=class_name if isinstance(class_name, str) else "",
         components=tuple(listed),
-        checkpoints=tuple(checkpoint for checkpoint in found if checkpoint),
+        checkpoints=tuple(read),
         is_complete=all(os.path.isdir(root / name) for name in sought)
-        and (
-            wanted.variant is None
-            or any(has_variant(root / name, wanted.variant) for name in sought)
-        ),
-        unread=tuple(name for name, each in zip(sought, found, strict=True) if each is None),
+        and (variant is None or any(has_variant(root / name, variant) for name in sought)),
+        unread=tuple(each.component for each in found if each not in read),
+        variant=variant,
     )
 
 
@@ -263,81 +222,82 @@ def _resolve_modular(wanted: Wanted, root: Path) -> Source:
         class_name=str(index.get("_class_name", "")),
         components=tuple(name for name, _ in listed_specs(index)),
         is_modular=True,
+        variant=wanted.variant,
     )
 
 
-def _describe(folder: Path) -> tuple[str, str, dict[str, Any]]:
-    """Return library, class and configuration of a model's directory; empty where unknown."""
-    config = config_of(folder)
-    # diffusers writes its class here, transformers a list of them.
-    match config:
-        case {"_class_name": str(class_name)}:
-            return "diffusers", class_name, config
-        case {"architectures": [str(class_name), *_]}:
-            return "transformers", class_name, config
-    return "", "", config
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a model's directory; empty if it has none."""
-    path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def _resolve_component(wanted: Wanted, root: Path, formats: Sequence[Format]) -> Source:
-    library, class_name, _ = _describe(root)
-    checkpoint = _checkpoint(root, wanted.variant, formats, "", library, class_name)
-    if checkpoint and not is_left(checkpoint.shards):
-        return Source(given=wanted.source, root=root, checkpoints=(checkpoint,))
+def _resolve_folder(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> Source:
+    """Return a model's directory, or one of adapters."""
+    found = _checkpoint(wanted, root, kwargs)
+    if found.shards and not is_left(found.shards):
+        return Source(given=wanted.source, root=root, checkpoints=(found,), variant=wanted.variant)
     names = os.listdir(root)
     adapters, others = find_adapters(root, names)
     if adapters:
-        return _without_class(wanted, root, root, tuple(root / name for name in adapters))
+        return _without_class(wanted, root, [root / name for name in adapters])
     if len(others) == 1:  # so do the libraries' loaders of adapters
-        return _without_class(wanted, root, root, (root / others[0],), is_complete=False)
+        return _without_class(wanted, root, [root / others[0]], is_complete=False)
     if not weights_in(root):
         for name in sorted(each for each in names if ".index." in each):
             indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
         raise SourceNotFound(f"{wanted.source}: {reason}")
     return Source(
-        given=wanted.source, root=root, is_complete=False, unread=("",), choices=tuple(others)
+        given=wanted.source,
+        root=root,
+        is_complete=False,
+        unread=("",),
+        choices=tuple(others),
+        variant=wanted.variant,
     )
 
 
 def _checkpoint(
+    wanted: Wanted,
     folder: Path,
-    variant: str | None,
-    formats: Sequence[Format],
-    component: str,
-    library: str,
-    class_name: str,
-) -> Checkpoint | None:
-    if not os.path.isdir(folder):  # Path.is_dir raises if the name is too long
-        return None
-    names = os.listdir(folder)
-    shards = find_shards(folder, names, library, variant, formats)
-    if not shards:
-        _require_weights(folder, names, library, class_name)
-        return None
-    return Checkpoint(
-        component=component,
-        folder=folder,
-        library=library,
-        class_name=class_name,
-        config=config_of(folder),
-        shards=shards,
-    )
+    kwargs: Mapping[str, Any],
+    component: str = "",
+    library: str = "",
+    class_name: str = "",
+) -> Checkpoint:
+    """Return a model with the files that its library would load; without any if it has none.
 
-
-def _require_weights(folder: Path, names: Collection[str], library: str, class_name: str) -> None:
-    """Raise ShardMissing if a model's directory has a configuration but no weights."""
-    is_model = library and "config.json" in names and not class_name.endswith(WITHOUT_WEIGHTS)
-    has_index = any(".index." in name for name in names)  # its shards may lie elsewhere
-    if is_model and not has_index and all(name.endswith(".json") for name in names):
-        missing = folder / default_name(names, library)
+    Raises:
+        ShardMissing: it has a configuration and no weights, or an index names a file that is not
+            there.
+    """
+    # Path.is_dir raises if the name is too long.
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    config = config_of(folder) if names else {}
+    if not component:
+        library, class_name = _class_in(config)
+    use_safetensors = kwargs.get("use_safetensors")
+    formats = () if use_safetensors is False else formats_asked(use_safetensors)
+    shards = find_shards(folder, names, library, wanted.variant, formats)
+    is_model = component and config and not class_name.endswith(WITHOUT_WEIGHTS)
+    if is_model and all(name.endswith(".json") and ".index." not in name for name in names):
+        missing = folder / default_name(library)
         raise ShardMissing(
             f"{missing}, named by {folder / 'config.json'}, does not exist; download the "
             "checkpoint again",
             path=missing,
         )
+    return Checkpoint(
+        component=component,
+        folder=folder,
+        library=library,
+        class_name=class_name,
+        config=config,
+        shards=shards,
+    )
+
+
+def _class_in(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return library and class that a configuration names; empty where unknown."""
+    # diffusers writes its class here, transformers a list of them.
+    match config:
+        case {"_class_name": str(class_name)}:
+            return "diffusers", class_name
+        case {"architectures": [str(class_name), *_]}:
+            return "transformers", class_name
+    return "", ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shmload._checkpoints.formats.known import formats_asked, is_of_weights
+from shmload._checkpoints.formats.known import is_of_weights
 from shmload._checkpoints.weights import weights_in
 from shmload._wording import nearest
 from shmload.errors import UnknownComponent
@@ -85,12 +85,6 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 def components_with_weights(source: Source) -> set[str]:
     """Return the components of a pipeline that have weights, in any format."""
     return {name for name in source.components if weights_in(source.folder_of(name))}
-
-
-def has_none_else(source: Source) -> bool:
-    """Tell whether weights are read, and all are in what `use_safetensors=False` asks for."""
-    suffixes = tuple(suffix for each in formats_asked(False) for suffix in each.suffixes)
-    return bool(source.shards) and all(shard.name.endswith(suffixes) for shard in source.shards)
 
 
 def weight_files(source: Source) -> list[Path]:

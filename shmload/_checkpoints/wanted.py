@@ -1,6 +1,6 @@
 """What a caller wants loaded: one value, parsed once from the arguments of a public function.
 
-In a path `~` is the home directory, and a mistyped one gets a hint.
+In a path `~` is the home directory.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import Any, Self
 import msgspec
 
 from shmload._checkpoints.dtypes import torch_names
-from shmload._wording import nearest, nearest_name
-from shmload.errors import ArgumentError, SourceNotFound
+from shmload._wording import nearest
+from shmload.errors import ArgumentError
 
 
 class Hub(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,30 +228,3 @@ def expand_home(given: _Given) -> _Given:
         return given
     expanded = os.path.expanduser(text)
     return expanded if isinstance(given, str) else Path(expanded)
-
-
-def not_found(given: _Given, reason: str) -> SourceNotFound:
-    """Return the error for a source that is nowhere, with the nearest path that exists."""
-    near = nearest_path(given)
-    hint = f"; did you mean {near}?" if near else ""
-    return SourceNotFound(f"{given}: {reason}{hint}")
-
-
-def nearest_path(given: _Given) -> Path | None:
-    """Return the existing path most like one that does not exist; None if none is like it.
-
-    It is a neighbour of the first directory, or file, on the way that does not exist.
-    """
-    missing = Path(given)
-    rest = Path()
-    try:
-        while not os.path.lexists(missing.parent):
-            rest = missing.name / rest
-            missing = missing.parent
-        name = nearest_name(missing.name, sorted(os.listdir(missing.parent)))
-    except (OSError, ValueError):  # it may not be listed, or no file can have this name
-        return None
-    if name is None:
-        return None
-    near = missing.parent / name
-    return near / rest if os.path.lexists(near / rest) else near

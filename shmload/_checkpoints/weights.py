@@ -23,7 +23,7 @@ from shmload._checkpoints.formats.known import (
     variant_of,
 )
 from shmload._checkpoints.header import Format
-from shmload._checkpoints.indexes import indexed_shards, leads_outside, read_json
+from shmload._checkpoints.indexes import indexed_shards
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.descriptors import Descriptor
@@ -41,15 +41,15 @@ def weights_in(folder: Path) -> list[str]:
     return sorted(filter(is_of_weights, os.listdir(folder))) if os.path.isdir(folder) else []
 
 
+def plain_weights_in(folder: Path) -> list[Path]:
+    """Return the files of a model's weights in a directory that are of no variant."""
+    names = filter(is_of_model, weights_in(folder))
+    return [folder / name for name in names if variant_of(name) is None]
+
+
 def has_variant(folder: Path, variant: str) -> bool:
     """Tell whether a component's directory has files of a variant."""
     return os.path.isdir(folder) and _applicable_variant(os.listdir(folder), variant) is not None
-
-
-def variants_below(root: Path) -> set[str]:
-    """Return the variants of all files of weights below a directory."""
-    names = (path.name for path in root.glob("**/*") if format_named(path.name))
-    return {variant for name in names if (variant := variant_of(name))}
 
 
 def find_shards(
@@ -59,7 +59,7 @@ def find_shards(
     variant: str | None,
     formats: Sequence[Format],
 ) -> tuple[Path, ...]:
-    """Return the files that a library would load, in the order of their names.
+    """Return the files that a library would load, in the order of their names; perhaps none.
 
     Args:
         folder: of the model.
@@ -68,27 +68,19 @@ def find_shards(
         variant: as for `from_pretrained`; plain files are loaded where the folder lacks it.
         formats: those that may be loaded, the preferred ones first.
 
-    Returns:
-        Nothing where no format has weights in the folder. `is_left` tells whether they are read.
-
     Raises:
         IndexMalformed, ShardMissing: as `indexed_shards`.
     """
     found = chosen_name(names, library, _applicable_variant(names, variant), formats)
     if found is None:
         return ()
-    shards: tuple[Path, ...] = (folder / found,)
-    if found.endswith(".json"):
-        if library == "transformers" and _names_others(folder / found):
-            return ()
-        shards = indexed_shards(folder / found)
-    return shards
+    return indexed_shards(folder / found) if found.endswith(".json") else (folder / found,)
 
 
 def ask_for(shards: Iterable[Path]) -> None:
     """Have libraries describe all of some files that they may have to, in one process each."""
     for each in known.FORMATS:
-        asked = [shard for shard in shards if each.ask_for and shard.name.endswith(each.suffixes)]
+        asked = [shard for shard in shards if shard.name.endswith(each.suffixes)]
         if each.ask_for and asked:
             each.ask_for(asked)
 
@@ -100,21 +92,14 @@ def is_left(shards: Collection[Path]) -> bool:
         ShardTruncated: a file of a format that `may_be_unread` has no end.
     """
     ask_for(shards)
-    causes = [why_file_is_unread(shard) for shard in shards]
+    causes = [why_unread(shard) for shard in shards]
     for cause in causes:
         if isinstance(cause, ShardTruncated):  # no library loads it, and says less
             raise cause
     return any(causes)
 
 
-def _names_others(index_path: Path) -> bool:
-    """Tell whether an index of transformers, which takes any path, names files elsewhere."""
-    weight_map = read_json(index_path).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else ()
-    return any(isinstance(name, str) and leads_outside(name) for name in names)
-
-
-def why_file_is_unread(path: Path) -> CheckpointError | None:
+def why_unread(path: Path) -> CheckpointError | None:
     """Return why a file is left to the libraries; None if shmload reads it.
 
     Only files of formats that `may_be_unread` are. A damaged file of another format is not: reading
@@ -172,7 +157,7 @@ def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list
     """
     for each in formats_asked(None):
         there = sorted(name for name in names if name.endswith(each.suffixes))
-        read = [name for name in there if not why_file_is_unread(folder / name)]
+        read = [name for name in there if not why_unread(folder / name)]
         if read:
             adapters = [name for name in read if name.rpartition(".")[0] in ADAPTERS]
             return adapters, [] if any(map(is_of_model, names)) else read
@@ -187,21 +172,6 @@ def _applicable_variant(names: Iterable[str], variant: str | None) -> str | None
     parts = (name.split(".") for name in names)
     is_there = variant and any(len(part) > 1 and part[1].startswith(variant) for part in parts)
     return variant if is_there else None
-
-
-def are_in_format(folders: Iterable[Path], use_safetensors: bool | None) -> bool:
-    """Tell whether each folder with weights has some in the format that was asked for.
-
-    Args:
-        folders: of models; one may be missing.
-        use_safetensors: as for `from_pretrained`; None for any format.
-    """
-    wanted = formats_asked(use_safetensors)[0]
-    return use_safetensors is None or all(
-        any(name.endswith(wanted.suffixes) for name in names)
-        for names in map(weights_in, folders)
-        if names
-    )
 
 
 # A repository's names -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import msgspec
 
 from shmload._checkpoints.chosen_rule import is_known, rule_for
 from shmload._checkpoints.formats.known import variant_of
-from shmload._checkpoints.left_out import why_unread
+from shmload._checkpoints.left_out import why_none_is_read
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
@@ -91,7 +91,7 @@ def find_certain(wanted: Wanted, *, may_be_unread: bool = False) -> Source:
     shards, variant = found.shards, wanted.variant
     if variant and shards and variant not in {variant_of(shard.name) for shard in shards}:
         if not may_be_unread:
-            raise SourceNotFound(f"{wanted.source}: {why_unread(found, variant)}")
+            raise SourceNotFound(f"{wanted.source}: {why_none_is_read(found)}")
         return msgspec.structs.replace(found, checkpoints=())
     return found
 
@@ -103,7 +103,7 @@ def require_read(source: Source, wanted: Wanted) -> None:
         SourceNotFound: it reads none.
     """
     if not source.checkpoints:
-        raise SourceNotFound(f"{wanted.source}: {why_unread(source, wanted.variant)}")
+        raise SourceNotFound(f"{wanted.source}: {why_none_is_read(source)}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.formats.known import name_in_view
-from shmload._checkpoints.left_out import LeftOut, find_left_out, why_unread
+from shmload._checkpoints.left_out import LeftOut, find_left_out, why_none_is_read
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.source import Source
@@ -137,7 +137,7 @@ def warm(
                     segment.pin()
                 if keep_for_s is not None:
                     segment.keep_for(keep_for_s)
-            left_out = find_left_out(found, variant)
+            left_out = find_left_out(found)
             for each in left_out:  # a preload list's log has this line
                 logger.info("%s: left to the library: %s", source, each)
             return WarmReport(
@@ -216,7 +216,7 @@ def plan(
         source=str(source),
         shards=tuple(shards),
         placement=placement,
-        left_out=find_left_out(found, variant),
+        left_out=find_left_out(found),
     )
 
 
@@ -266,7 +266,7 @@ def view(
             found, rules = find_with_rules(wanted, counter, may_be_unread=True)
             load = ending.enter_context(complete_load(found, rules, counter, stay, workers, verify))
         lent = ending.enter_context(View(found.root, load.holdings.files()))
-        note = _note_of_left_out(found, variant)
+        note = _note_of_left_out(found)
         if note:
             logger.warning("%s", note)
         try:
@@ -290,9 +290,9 @@ def _note_of_other_name(source: Source, text: str) -> str:
     return ""
 
 
-def _note_of_left_out(source: Source, variant: str | None) -> str:
+def _note_of_left_out(source: Source) -> str:
     """Say what of a source is not shared, if it has weights that shmload does not read."""
     if not source.checkpoints:
-        return f"{source.given}: {why_unread(source, variant)}"
-    files = ", ".join(map(str, find_left_out(source, variant)))
+        return f"{source.given}: {why_none_is_read(source)}"
+    files = ", ".join(map(str, find_left_out(source)))
     return f"{source.given}: left to the library: {files}" if files else ""

@@ -106,11 +106,6 @@ def is_of_model(name: str) -> bool:
     return any(_owner(known, [name]) for known in FORMATS)
 
 
-def is_of_diffusers(name: str) -> bool:
-    """Tell whether a file is called like weights of diffusers, or like an index of some."""
-    return any(_owner(known, [name]) == "diffusers" for known in FORMATS)
-
-
 def variant_of(name: str) -> str | None:
     """Return the variant that the name of a file of weights has, or None."""
     match = _VARIANT.fullmatch(name.rpartition(".")[0]) if is_of_weights(name) else None
@@ -182,10 +177,10 @@ def chosen_name(
     return None
 
 
-def default_name(names: Collection[str], library: str) -> str:
+def default_name(library: str) -> str:
     """Return what the weights would be called in a directory that has none."""
-    preferred = FORMATS[0]
-    return preferred.base_names[_owner(preferred, names, library)] + preferred.suffixes[0]
+    base_names = OF_SEGMENTS.base_names
+    return base_names.get(library, base_names["transformers"]) + OF_SEGMENTS.suffixes[0]
 
 
 def _owner(known: Format, names: Collection[str], library: str | None = None) -> str:

@@ -57,7 +57,7 @@ def test_revision_is_the_one_that_was_asked_for(hub, saved, copied, where):
         vae = shmload.load_model("AutoencoderKL", "org/name", revision=revision, **model)
         name, value = next(iter(vae.state_dict().items()))
         assert torch.equal(value, weights[name] + shift)
-    with pytest.raises(shmload.SourceNotFound, match=r"org/name.*no revision 'none'"):
+    with pytest.raises(shmload.SourceNotFound, match=r"org/name.*Revision Not Found"):
         shmload.load_model("AutoencoderKL", "org/name", revision="none", **model)
 
 
@@ -65,7 +65,7 @@ def test_private_repository_needs_its_token(hub, saved, where, shm_names):
     hub.publish(saved("stable-diffusion"))
     hub.token = "hf_right"
     for token in (None, "hf_wrong"):
-        with pytest.raises(shmload.SourceNotFound, match=r"private.*HF_TOKEN") as caught:
+        with pytest.raises(shmload.SourceNotFound, match="private or gated") as caught:
             shmload.load_pipeline("org/name", dtype="bfloat16", token=token, **where)
         assert "hf_" not in str(caught.value)
     shmload.load_pipeline("org/name", dtype="bfloat16", token="hf_right", **where)

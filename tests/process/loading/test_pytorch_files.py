@@ -6,7 +6,7 @@ import pickle
 import diffusers
 import pytest
 import torch
-from comparing import assert_component_equal, assert_equal, reference
+from comparing import assert_equal, reference
 from mappings import copied_nbytes
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +63,6 @@ def test_shards_and_variants(copied, kind, evicts):
     source = rewrite(copied("flux", "float16", **kind))
     variant = {"variant": kind["variant"]} if "variant" in kind else {}
     got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True, **variant)
-    # By itself diffusers looks for no index of such files.
     wanted = reference(source, torch.bfloat16, use_safetensors=False, **variant)
     assert_equal(got, wanted)
     components = {checkpoint.parent.name for checkpoint in source.glob("*/*.bin")}
@@ -112,31 +111,16 @@ def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, evic
     assert not any(tensor.requires_grad for tensor in found.values())
 
 
-@pytest.mark.parametrize("beside", ["", "index"])
-def test_files_of_pytorch_are_shared_if_only_these_are_wanted(copied, beside, evicts):
+def test_files_of_pytorch_that_are_asked_for_are_left_to_the_library(copied, evicts):
     source = rewrite(copied("stable-diffusion"))
     (path,) = (source / "vae").glob("*.bin")
     other = {name: tensor + 1 for name, tensor in torch.load(path).items()}
     save_file(other, path.with_suffix(".safetensors"))  # not what is asked for
-    if beside == "index":  # which diffusers would prefer
-        index = {"metadata": {}, "weight_map": dict.fromkeys(other, "other.safetensors")}
-        path.with_suffix(".safetensors").rename(path.with_name("other.safetensors"))
-        path.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
     given = {"use_safetensors": False}
     wanted = reference(source, torch.bfloat16, **given)
     for _ in range(2):
         got = shmload.load_pipeline(source, dtype=torch.bfloat16, keep=True, **given)
         assert_equal(got, wanted)
-    found = {each.conversion.partition("/")[0] for each in shmload.segments()}
-    assert found == (set() if beside else {"BF16"})
-    vae = shmload.load_model("AutoencoderKL", source / "vae", dtype="bfloat16", **given)
-    assert_component_equal(
-        vae,
-        diffusers.AutoencoderKL.from_pretrained(
-            source / "vae", torch_dtype=torch.bfloat16, **given
-        ),
-        "vae",
-    )
 
 
 def test_state_dict_of_views_of_one_storage(tmp_path):

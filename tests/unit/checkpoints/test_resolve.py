@@ -212,12 +212,7 @@ def test_file_of_a_directory_of_adapters_is_chosen_by_name(tmp_path):
     with pytest.raises(ShardMissing, match=r"gone\.safetensors") as caught:
         resolve(Wanted(source=tmp_path, hub=Hub(weight_name=["gone.safetensors"])), tmp_path)
     assert f"weight_name, does not exist; there are {', '.join(sorted(names))}" in str(caught.value)
-    assert "did you mean" not in str(caught.value)
     assert "download" not in str(caught.value)
-    with pytest.raises(ShardMissing, match=r"did you mean 'ip-adapter_sd15\.safetensors'\?"):
-        resolve(
-            Wanted(source=tmp_path, hub=Hub(weight_name=["ip-adapter_sd51.safetensors"])), tmp_path
-        )
     for name in ("../x.safetensors", "", "a/b"):
         with pytest.raises(ArgumentError, match="weight_name"):
             resolve(Wanted(source=tmp_path, hub=Hub(weight_name=[name])), tmp_path)
@@ -265,12 +260,10 @@ def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
     [
         "../outside.safetensors",
         "/etc/passwd",
-        "sub/inside.safetensors",
         "",
         ".",
         "..",
         "../pipeline/unet/a.safetensors",
-        "./a.safetensors",
     ],
 )
 def test_index_that_points_elsewhere_is_refused(pipeline, name):
@@ -280,7 +273,7 @@ def test_index_that_points_elsewhere_is_refused(pipeline, name):
     )
     index = f"unet/{_D}.safetensors.index.json"
     write(pipeline, {index: index_of("a.safetensors", name)})
-    with pytest.raises(IndexMalformed, match="diffusers takes only names of files") as caught:
+    with pytest.raises(IndexMalformed, match="outside its own directory") as caught:
         found(pipeline)
     assert str(pipeline / index) in str(caught.value)
     assert "move its shards into its directory" in str(caught.value)

@@ -3,7 +3,7 @@
 import pytest
 
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._checkpoints.weights import are_in_format, files_of_model
+from shmload._checkpoints.weights import files_of_model
 
 _SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 _VARIANT = ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"]
@@ -70,14 +70,3 @@ def test_adapters_are_all_needed_unless_one_is_named():
     named = Wanted(source="org/name", hub=Hub(weight_name="b.safetensors"))
     found = files_of_model(names, named, {})
     assert found == ["b.safetensors", "config.json"]
-
-
-def test_folder_counts_only_with_the_format_that_was_asked_for(tmp_path):
-    for name in ("both/model.safetensors", "both/pytorch_model.bin", "one/pytorch_model.bin"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    both, one, missing = (tmp_path / name for name in ("both", "one", "missing"))
-    assert are_in_format([both, missing], True)
-    assert are_in_format([both, one], False)
-    assert are_in_format([both, one], None)
-    assert not are_in_format([both, one], True)
