@@ -27,8 +27,8 @@ from shmload._placement import inventory
 from shmload._segments.listing import segments_by_lock
 from shmload._segments.removal import remove_idle
 from shmload._settings import parse_size, settings
-from shmload._wording import nearest
-from shmload.errors import ArgumentError, NoRoom, SwitchTimeout
+from shmload._wording import format_nbytes, nearest
+from shmload.errors import ArgumentError, DoesNotFit, SegmentTimeout
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.mixing import mix
 
@@ -172,8 +172,8 @@ class Switcher:
 
         Raises:
             ArgumentError: there is no such model, or the switcher is closed.
-            NoRoom: when the block begins: it does not fit, whatever goes.
-            SwitchTimeout: then: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
+            DoesNotFit: when the block begins: it does not fit, whatever goes.
+            SegmentTimeout: then: others were used for `SHMLOAD_WAIT_TIMEOUT_S`.
             Exception: then: any error of `load_pipeline`.
         """
         if model := self._models.get(os.fspath(name)):
@@ -184,7 +184,7 @@ class Switcher:
         """Give up a pipeline, so that its next use loads it again: the newest of a publication.
 
         Raises:
-            ArgumentError, SwitchTimeout: as `use`.
+            ArgumentError, SegmentTimeout: as `use`.
         """
         model = self.use(name).model
         self._claim(model, self, time.monotonic() + settings().wait_timeout_s)
@@ -256,7 +256,7 @@ class Switcher:
 
         Raises:
             ArgumentError: the switcher is closed.
-            SwitchTimeout: the time is over.
+            SegmentTimeout: the time is over.
         """
         left_s = deadline - time.monotonic()
         is_so = self._changed.wait_for(lambda: self._is_closed or is_over(), left_s)
@@ -264,7 +264,12 @@ class Switcher:
             raise ArgumentError(f"{model.name} is of a switcher that is closed")
         if not is_so:
             used = [m.name for m in self._models.values() if m.user and m is not model]
-            raise SwitchTimeout(model.name, settings().wait_timeout_s, used or [model.name])
+            names = ", ".join(sorted(used or [model.name]))
+            raise SegmentTimeout(
+                f"{model.name} waited {settings().wait_timeout_s:g} s for {names}, which are in "
+                "use; end their `with` blocks, or raise SHMLOAD_WAIT_TIMEOUT_S",
+                name=model.name,
+            )
 
     # Room ---------------------------------------------------------------------------------------
 
@@ -275,11 +280,18 @@ class Switcher:
         model is larger than was known.
 
         Raises:
-            NoRoom: it does not fit alone, there or in another place.
+            DoesNotFit: it does not fit alone, there or in another place.
         """
         with self._changed:
             if small := self._too_small_for(model):
-                raise NoRoom(model.name, _nbytes(small, [model]), self._budgets[small], small)
+                nbytes, budget = _nbytes(small, [model]), self._budgets[small]
+                raise DoesNotFit(
+                    f"{model.name} takes {format_nbytes(nbytes)}, but {small} is "
+                    f"{format_nbytes(budget)}; raise {small}",
+                    needed=nbytes,
+                    available=budget,
+                    limit=small,
+                )
             self._wait(model, lambda: self._may_fit(model, place), deadline)
         if not self._make_room(model, place):
             return

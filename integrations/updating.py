@@ -24,7 +24,7 @@ from shmload._compat import ADAPTER_STATE, as_plain_tensors, is_brought_from_cop
 from shmload._host.collector import paused_gc
 from shmload._placement.inventory import DISK, META, OFFLOAD
 from shmload._segments.publications import Publication
-from shmload.errors import UpdateRefused
+from shmload.errors import PublicationError
 from shmload.integrations.diffusers import load_pipeline
 from shmload.integrations.models import load_model
 
@@ -59,7 +59,7 @@ def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated
         The source, with its version.
 
     Raises:
-        UpdateRefused: a class, a shape, a dtype or a model's configuration differs, or an
+        PublicationError: a class, a shape, a dtype or a model's configuration differs, or an
             offloading call has the weights.
         ArgumentError: a publication takes no arguments.
         Exception: as `load_pipeline` and `load_model`. After any of these, nothing has changed.
@@ -113,7 +113,7 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
         waits_there = bool(devices & {DISK, META, OFFLOAD})
         if waits_there or any(map(is_brought_from_copies, modules_of(model))):
             reason = f"an offloading call has the weights of {name or 'the model'}"
-            raise UpdateRefused(source, reason)
+            raise _refused(source, reason)
 
 
 def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, Any]:
@@ -152,17 +152,17 @@ def _pair(
     """Return the modules and the tensors of a pipeline, each with that of the source.
 
     Raises:
-        UpdateRefused: something else differs.
+        PublicationError: something else differs.
     """
     here, there = ({each.path: each for each in lines_of(one)} for one in (thing, new))
     modules: list[tuple[Any, Any]] = []
     tensors: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
     for path in here | there:
         if path not in here or path not in there:
-            raise UpdateRefused(source, f"{path} is only {'here' if path in here else 'there'}")
+            raise _refused(source, f"{path} is only {'here' if path in here else 'there'}")
         (_, look, old), (_, its_look, its) = here[path], there[path]
         if look != its_look:
-            raise UpdateRefused(source, f"{path} is {look} here, and {its_look} there")
+            raise _refused(source, f"{path} is {look} here, and {its_look} there")
         if old is its:  # a value, or of a component that was passed
             continue
         if not (isinstance(old, torch.Tensor) and isinstance(its, torch.Tensor)):
@@ -170,11 +170,11 @@ def _pair(
             continue
         if old.is_meta or its.is_meta:
             where = "here" if old.is_meta else "there"
-            raise UpdateRefused(source, f"{path} has no bytes {where}")
+            raise _refused(source, f"{path} has no bytes {where}")
         # On a device, what shares memory is one: its bytes are copied there.
         place = id(old) if old.is_cpu else (old.data_ptr(), old.nbytes)
         if tensors.setdefault(place, (old, its))[1].data_ptr() != its.data_ptr():
-            raise UpdateRefused(source, f"{path} is tied to another weight here, and not there")
+            raise _refused(source, f"{path} is tied to another weight here, and not there")
     return modules, list(tensors.values())
 
 
@@ -201,3 +201,7 @@ def _over_memory_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(like.is_inference()):
         made = torch.empty(0, dtype=its.dtype, device="cpu")
         return made.set_(its.untyped_storage(), its.storage_offset(), its.shape, its.stride())
+
+
+def _refused(source: str, reason: str) -> PublicationError:
+    return PublicationError(f"not updated to {source}: {reason}; load it instead", reason=reason)

@@ -19,7 +19,7 @@ def opened(source: str) -> Iterator[Opened]:
 
     Raises:
         SegmentNotFound: there is no such publication.
-        PublicationBroken: a segment that it needs is gone.
+        PublicationError: a segment that it needs is gone.
     """
     version, own = Publication.parse(source).attach()
     with stored.opened(version.source, own) as found:
@@ -35,7 +35,7 @@ def load_published(source: str, given: Mapping[str, object] | None = None) -> An
 
     Raises:
         SegmentNotFound: there is no such publication.
-        PublicationBroken: it cannot be loaded here; says why.
+        PublicationError: it cannot be loaded here; says why.
         ArgumentError: an argument that a publication does not take.
     """
     asked = given or {}

@@ -17,7 +17,7 @@ from shmload._segments.metadata import make_metadata
 from shmload._segments.publications import Publication
 from shmload._segments.removal import attached
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import ArgumentError, NotPublishable, ShmloadError
+from shmload.errors import ArgumentError, PublicationError, ShmloadError
 
 logger = logger_of(__name__)
 
@@ -71,7 +71,7 @@ def publish(thing: Any, name: str) -> Published:
         The version, with how much was copied.
 
     Raises:
-        NotPublishable: a part of it cannot be kept, such as the hooks of an offloading call.
+        PublicationError: a part of it cannot be kept, such as the hooks of an offloading call.
         ArgumentError: the name is none, or has a version.
         CapacityError: there is no room for what has to be copied.
     """
@@ -96,7 +96,7 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
         is_pinned: whether it is never evicted.
 
     Raises:
-        NotPublishable, CapacityError: as `publish`.
+        PublicationError, CapacityError: as `publish`.
     """
     if not isinstance(thing, torch.nn.Module) and not hasattr(thing, "components"):
         raise ArgumentError(f"a {type(thing).__name__} is neither a pipeline nor a model")
@@ -109,7 +109,11 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
         raise
     except Exception as exc:  # whatever a class does when it is restored
         reason = why_not_kept(exc)
-        raise NotPublishable(asked.source, reason, _remedy(thing, reason)) from exc
+        remedy = _remedy(thing, reason)
+        first = f"; {remedy}, and publish again" if remedy else ""
+        raise PublicationError(
+            f"{asked.source} cannot be published: {reason}{first}", reason=reason
+        ) from exc
     with kept.segment as segment:
         nbytes = segment.nbytes
     logger.info("published %s: %s copied", source, format_nbytes(nbytes))

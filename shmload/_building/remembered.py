@@ -28,7 +28,7 @@ from shmload._segments.removal import remove_idle
 from shmload._segments.segment import Segment, attach
 from shmload._settings import settings
 from shmload._wording import logger_of
-from shmload.errors import CapacityError, PublicationBroken, SegmentError, ShmloadError
+from shmload.errors import CapacityError, PublicationError, SegmentError, ShmloadError
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         forget_locals(exc, None)
         return _Kept(Level.NOTHING, types.SimpleNamespace())
     except (SegmentError, ValueError) as exc:  # damaged, or of another time
-        reason = exc.reason if isinstance(exc, PublicationBroken) else str(exc)
+        reason = exc.reason if isinstance(exc, PublicationError) else str(exc)
         logger.info("%s: not recalled: %s", key.file, reason)
         forget_locals(exc, None)
         return None

@@ -26,7 +26,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
 from shmload._segments.listing import segments
 from shmload._segments.segment import Segment, attach
-from shmload.errors import PublicationBroken
+from shmload.errors import PublicationError
 
 STRUCTURE = "structure"
 """Name of the tensor that has the record."""
@@ -76,9 +76,9 @@ class Opened:
         try:
             record = msgspec.msgpack.decode(self._maps[0][at : at + nbytes], type=Record)
         except msgspec.DecodeError as exc:
-            raise PublicationBroken(source, f"another shmload has made it: {exc}") from exc
+            raise _broken(source, f"another shmload has made it: {exc}") from exc
         if record.structure is None:
-            raise PublicationBroken(source, "nothing is kept of it")
+            raise _broken(source, "nothing is kept of it")
         self.structure = record.structure
         self.code = record.code
         # Of each region: its segment, and where it begins there.
@@ -113,7 +113,7 @@ def opened(source: str, own: Segment) -> Iterator[Opened]:
         own: its own segment, which is closed with the block.
 
     Raises:
-        PublicationBroken: a segment that it needs is gone.
+        PublicationError: a segment that it needs is gone.
     """
     with contextlib.ExitStack() as closing:
         segments = [closing.enter_context(own)]
@@ -121,7 +121,7 @@ def opened(source: str, own: Segment) -> Iterator[Opened]:
         for name in own.read_metadata().needs:
             segment = attach(name)
             if segment is None:
-                raise PublicationBroken(source, f"its segment {name} is gone")
+                raise _broken(source, f"its segment {name} is gone")
             segment.touch()
             segments.append(closing.enter_context(segment))
         yield Opened(source, segments)
@@ -131,7 +131,7 @@ def restore(opened: Opened) -> Any:
     """Return the object of an open record.
 
     Raises:
-        PublicationBroken: it cannot be restored; says why.
+        PublicationError: it cannot be restored; says why.
         CannotKeepHere: it cannot be restored in this process.
     """
     check = functools.partial(require_same, code=opened.code) if opened.code else None
@@ -141,7 +141,7 @@ def restore(opened: Opened) -> Any:
         except (OSError, MemoryError, CannotKeepHere):
             raise
         except Exception as exc:  # whatever a class does when it is restored
-            raise PublicationBroken(opened.source, f"{type(exc).__name__}: {exc}") from exc
+            raise _broken(opened.source, f"{type(exc).__name__}: {exc}") from exc
     parts = [thing, *vars(thing).values()]
     hold_leases(parts, opened.segments, opened.spans)
     homes = Homes(opened.segments, opened.spans)
@@ -170,3 +170,10 @@ def _code_of(segment: Segment) -> dict[str, Stamp]:
             with contextlib.suppress(msgspec.DecodeError):  # of another shmload
                 return msgspec.msgpack.decode(raw, type=Record).code
     return {}
+
+
+def _broken(source: str, reason: str) -> PublicationError:
+    return PublicationError(
+        f"{source} cannot be loaded: {reason}; publish it again, in an environment like this",
+        reason=reason,
+    )

@@ -9,11 +9,10 @@ from shmload._checkpoints.header import truncated
 from shmload._checkpoints.identity import Stat
 from shmload._host.files import unreadable
 from shmload._host.limits import is_lack_of_memory, no_memory
-from shmload._host.shm import shm_free_nbytes
+from shmload._host.shm import no_room, shm_free_nbytes
 from shmload._segments.pieces import Run, combine_digests
 from shmload.errors import (
     ShardChanged,
-    SharedMemoryFull,
     ShmloadError,
     WorkerError,
 )
@@ -102,7 +101,7 @@ def error_of(job: Job, reason: Reason, detail: str, offset: int) -> ShmloadError
         case Reason.CHANGED:
             return changed(job.path)
         case Reason.NO_SPACE:
-            return SharedMemoryFull(
+            return no_room(
                 job.nbytes,
                 shm_free_nbytes(),
                 "/dev/shm",

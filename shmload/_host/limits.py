@@ -11,7 +11,7 @@ import resource
 from collections.abc import Callable, Iterator
 
 from shmload._wording import format_nbytes
-from shmload.errors import CapacityError, MemoryLimitExceeded, ProcessLimitExceeded, ShmloadError
+from shmload.errors import CapacityError, MemoryLimitExceeded, ShmloadError
 
 _Path = str | os.PathLike[str]
 
@@ -65,11 +65,11 @@ def require_file_size(path: _Path, nbytes: int, writer: str = "this process") ->
         writer: what this process is called in the error.
 
     Raises:
-        ProcessLimitExceeded: RLIMIT_FSIZE forbids it.
+        CapacityError: RLIMIT_FSIZE forbids it.
     """
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if soft != resource.RLIM_INFINITY and nbytes > soft:
-        raise ProcessLimitExceeded(
+        raise _limit_reached(
             path,
             f"its segment takes {format_nbytes(nbytes)}, and RLIMIT_FSIZE lets {writer} write "
             f"files of {format_nbytes(soft)}",
@@ -80,10 +80,10 @@ def require_file_size(path: _Path, nbytes: int, writer: str = "this process") ->
         )
 
 
-def too_many_files(path: _Path) -> ProcessLimitExceeded:
+def too_many_files(path: _Path) -> CapacityError:
     """Return the error for a file that cannot be opened because too many are."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return ProcessLimitExceeded(
+    return _limit_reached(
         path,
         f"too many open files: RLIMIT_NOFILE lets this process open {soft}",
         f"`ulimit -n {max(4096, 4 * soft)}`, LimitNOFILE= of a systemd unit, or "
@@ -94,7 +94,7 @@ def too_many_files(path: _Path) -> ProcessLimitExceeded:
     )
 
 
-def process_refused(what: str, exc: OSError) -> ProcessLimitExceeded | None:
+def process_refused(what: str, exc: OSError) -> CapacityError | None:
     """Return the error for a process that a limit forbids to start; None if none does.
 
     Args:
@@ -107,7 +107,7 @@ def process_refused(what: str, exc: OSError) -> ProcessLimitExceeded | None:
         case errno.EAGAIN:
             soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
             most = "any number" if soft == resource.RLIM_INFINITY else soft
-            return ProcessLimitExceeded(
+            return _limit_reached(
                 what,
                 f"too many processes: RLIMIT_NPROC lets this user have {most}, and a control group "
                 "may allow for fewer",
@@ -126,7 +126,7 @@ def no_memory(path: _Path) -> CapacityError:
         soft = resource.getrlimit(getattr(resource, name))[0]
         if soft != resource.RLIM_INFINITY:
             flag = "-v" if name == "RLIMIT_AS" else "-d"
-            return ProcessLimitExceeded(
+            return _limit_reached(
                 path,
                 f"there is no memory: {name} lets this process have {format_nbytes(soft)}",
                 f"`ulimit {flag} unlimited`, or Limit{name.removeprefix('RLIMIT_')}= of a systemd "
@@ -135,8 +135,23 @@ def no_memory(path: _Path) -> CapacityError:
                 soft,
                 errno.ENOMEM,
             )
-    remedy = f"free some, or see vm.overcommit_memory; it was needed for {os.fspath(path)}"
-    return MemoryLimitExceeded(1, 0, "the machine's memory", remedy, unit="mapping")
+    return MemoryLimitExceeded(
+        f"{os.fspath(path)}: the kernel gives no memory; free some, or see vm.overcommit_memory",
+        limit="the machine's memory",
+        errno=errno.ENOMEM,
+    )
+
+
+def _limit_reached(
+    path: _Path, reason: str, remedy: str, limit: str, available: int, number: int
+) -> CapacityError:
+    return CapacityError(
+        f"{path}: {reason}; raise it with {remedy}",
+        path=path,
+        limit=limit,
+        available=available,
+        errno=number,
+    )
 
 
 def says_no_memory(text: str) -> bool:
@@ -189,7 +204,7 @@ def explained(path: _Path) -> Iterator[None]:
         if not is_lack_of_memory(exc):
             raise
         error = no_memory(path)
-        if isinstance(exc, RuntimeError) and not isinstance(error, ProcessLimitExceeded):
+        if isinstance(exc, RuntimeError) and not error.limit.startswith("RLIMIT_"):
             raise  # a thread that cannot be started may have other causes than memory
         raise error from exc
     except OSError as exc:

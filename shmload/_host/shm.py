@@ -15,11 +15,11 @@ import posix_ipc
 
 from shmload._host.descriptors import inode_of
 from shmload._host.limits import too_many_files
+from shmload._wording import format_nbytes
 from shmload.errors import (
-    SegmentRemoved,
+    SegmentError,
     SegmentUntrusted,
     SharedMemoryFull,
-    SharedMemoryUnusable,
     ShmloadError,
 )
 
@@ -37,30 +37,30 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
 
     Raises:
         SegmentUntrusted: the name is a link, belongs to another user, or is open to others.
-        SharedMemoryUnusable: nothing can be opened or made in /dev/shm.
+        SegmentError: nothing can be opened or made in /dev/shm.
     """
     flags = os.O_NONBLOCK | (os.O_CREAT if create else 0)  # a planted FIFO must not block
     try:
         opened = posix_ipc.SharedMemory(f"/{name}", flags, 0o600, 0, not (create or writable))
     except posix_ipc.ExistentialError:
         if create:
-            raise SharedMemoryUnusable(errno.ENOENT) from None
+            raise _unusable(errno.ENOENT) from None
         return None
     except posix_ipc.PermissionsError as exc:
         if create and not os.path.lexists(SHM_DIR / name):
-            raise SharedMemoryUnusable(errno.EACCES) from None
-        raise SegmentUntrusted(name, _why_forbidden(name, exc)) from exc
+            raise _unusable(errno.EACCES) from None
+        raise _untrusted(name, _why_forbidden(name, exc)) from exc
     except ValueError as exc:  # posix_ipc's answer to EISDIR
-        raise SegmentUntrusted(name, "it is not a regular file") from exc
+        raise _untrusted(name, "it is not a regular file") from exc
     except OSError as exc:
         if exc.errno == errno.ELOOP:
-            raise SegmentUntrusted(name, "it is a symbolic link") from exc
+            raise _untrusted(name, "it is a symbolic link") from exc
         if exc.errno == errno.ENOSPC:
             raise no_inodes() from exc
         if exc.errno == errno.EMFILE or (not exc.errno and "number of files" in str(exc)):
             raise too_many_files(SHM_DIR / name) from exc
         if exc.errno in (errno.EROFS, errno.ENOTDIR):
-            raise SharedMemoryUnusable(exc.errno) from None
+            raise _unusable(exc.errno) from None
         raise ShmloadError(f"/dev/shm/{name} cannot be opened: {exc.strerror or exc}") from exc
     found = os.fstat(opened.fd)
     reason = None
@@ -74,7 +74,7 @@ def shm_open(name: str, *, create: bool = False, writable: bool = False) -> int 
         reason = f"its mode {stat.S_IMODE(found.st_mode):04o} lets others in"
     if reason:
         os.close(opened.fd)
-        raise SegmentUntrusted(name, reason)
+        raise _untrusted(name, reason)
     return int(opened.fd)
 
 
@@ -90,18 +90,65 @@ def shm_names() -> list[str]:
     """Return the names of everything in /dev/shm.
 
     Raises:
-        SharedMemoryUnusable: it cannot be listed.
+        SegmentError: it cannot be listed.
     """
     try:
         return os.listdir(SHM_DIR)
     except OSError as exc:
-        raise SharedMemoryUnusable(exc.errno) from None
+        raise _unusable(exc.errno) from None
 
 
 def no_inodes() -> SharedMemoryFull:
     """Return the error for a /dev/shm that is out of inodes: not even an empty file can be made."""
-    remedy = "remove files there, or `mount -o remount,nr_inodes=100k /dev/shm`"
-    return SharedMemoryFull(1, 0, "/dev/shm", remedy, unit="inodes")
+    return SharedMemoryFull(
+        "1 inode needed in shared memory but /dev/shm leaves 0; remove files there, or `mount -o "
+        "remount,nr_inodes=100k /dev/shm`",
+        limit="/dev/shm",
+        errno=errno.ENOSPC,
+    )
+
+
+def no_room(nbytes: int, available: int | None, limit: str, remedy: str) -> SharedMemoryFull:
+    """Return the error for so many bytes that do not fit; its arguments are the error's."""
+    return SharedMemoryFull(
+        lack_of_room(nbytes, available, limit, remedy),
+        needed=nbytes,
+        available=available,
+        limit=limit,
+        errno=errno.ENOSPC,
+    )
+
+
+def lack_of_room(nbytes: int, available: int | None, limit: str, remedy: str) -> str:
+    """Say that so many bytes do not fit."""
+    left = f", of {limit}"
+    if available is not None:
+        left = f" but {limit} leaves {format_nbytes(available)}"
+    return f"{format_nbytes(nbytes)} needed in shared memory{left}; {remedy}"
+
+
+def removed(name: str) -> SegmentError:
+    """Return the error for a name that was removed while its segment was decoded."""
+    return SegmentError(
+        f"/dev/shm/{name} was removed while it was being decoded; load again. If no one ran `rm`, "
+        "systemd did (RemoveIPC= in logind.conf) when the user's last session ended: `loginctl "
+        "enable-linger` prevents it",
+        name=name,
+    )
+
+
+def _untrusted(name: str, reason: str) -> SegmentUntrusted:
+    return SegmentUntrusted(
+        f"/dev/shm/{name} is not trusted: {reason}; ask its owner to remove it", name=name
+    )
+
+
+def _unusable(number: int | None) -> SegmentError:
+    return SegmentError(
+        f"/dev/shm cannot be used: {os.strerror(number or errno.EIO)}; mount a file system of "
+        "memory there that every user may write: `mount -t tmpfs -o mode=1777 tmpfs /dev/shm`",
+        errno=number,
+    )
 
 
 def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
@@ -118,7 +165,7 @@ def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
             remedy = "free some with `shmload rm` and `shmload gc`, or enlarge it"
-            raise SharedMemoryFull(len(content), 0, "/dev/shm", remedy) from exc
+            raise no_room(len(content), 0, "/dev/shm", remedy) from exc
 
 
 def written_nbytes(names: Iterable[str]) -> int:
@@ -139,21 +186,21 @@ def shm_stat(name: str) -> os.stat_result | None:
     """Return what the kernel says of an object; None if there is none.
 
     Raises:
-        SharedMemoryUnusable: it says nothing.
+        SegmentError: it says nothing.
     """
     try:
         return os.stat(SHM_DIR / name, follow_symlinks=False)
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise SharedMemoryUnusable(exc.errno) from None
+        raise _unusable(exc.errno) from None
 
 
 def shm_nbytes(name: str) -> int:
     """Return the length of an object in bytes; 0 if there is none.
 
     Raises:
-        SharedMemoryUnusable: as `shm_stat`.
+        SegmentError: as `shm_stat`.
     """
     found = shm_stat(name)
     return found.st_size if found else 0
@@ -169,17 +216,17 @@ def shm_rename(old: str, new: str) -> None:
     """Rename an object in one step, replacing what has the new name.
 
     Raises:
-        SegmentRemoved: there is no object of the old name.
+        SegmentError: there is no object of the old name.
         SegmentUntrusted: another user has taken the new one.
     """
     try:
         (SHM_DIR / old).rename(SHM_DIR / new)
     except FileNotFoundError as exc:
-        raise SegmentRemoved(old) from exc
+        raise removed(old) from exc
     except PermissionError as exc:  # /dev/shm is sticky
-        raise SegmentUntrusted(new, "it belongs to another user") from exc
+        raise _untrusted(new, "it belongs to another user") from exc
     except IsADirectoryError as exc:
-        raise SegmentUntrusted(new, "it is not a regular file") from exc
+        raise _untrusted(new, "it is not a regular file") from exc
 
 
 def is_named(fd: int, name: str) -> bool:
@@ -218,7 +265,7 @@ def shm_free_nbytes() -> int:
     """Return how many bytes are free in the file system at /dev/shm.
 
     Raises:
-        SharedMemoryUnusable: there is none.
+        SegmentError: there is none.
     """
     found = _shm_statistics()
     return found.f_bavail * found.f_frsize
@@ -228,7 +275,7 @@ def shm_total_nbytes() -> int:
     """Return the size of the file system at /dev/shm, in bytes.
 
     Raises:
-        SharedMemoryUnusable: there is none.
+        SegmentError: there is none.
     """
     found = _shm_statistics()
     return found.f_blocks * found.f_frsize
@@ -238,4 +285,4 @@ def _shm_statistics() -> os.statvfs_result:
     try:
         return os.statvfs(SHM_DIR)
     except OSError as exc:
-        raise SharedMemoryUnusable(exc.errno) from None
+        raise _unusable(exc.errno) from None

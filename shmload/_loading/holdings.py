@@ -159,7 +159,7 @@ class Holdings:
             digest: of its segment's data.
 
         Raises:
-            SegmentRemoved, SegmentUntrusted: its name was removed from outside, or taken by another
+            SegmentError, SegmentUntrusted: its name was removed from outside, or taken by another
                 user.
         """
         name = shard.plan.segment

@@ -39,7 +39,7 @@ from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
 from shmload._settings import settings, worker_count
-from shmload._wording import logger_of
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, MemoryLimitExceeded, SegmentTimeout, SharedMemoryFull
 
 logger = logger_of(__name__)
@@ -161,11 +161,13 @@ class Load:
         """
         bound, self._bound = self._bound, None
         if bound and bound.limit_nbytes is not None:
+            nbytes = sum(shard.source.st_size for shard in self.holdings.shards)
             raise MemoryLimitExceeded(
-                sum(shard.source.st_size for shard in self.holdings.shards),
-                bound.limit_nbytes,
-                "max_host_memory",
-                f"{reason}; load it without the limit",
+                f"the host must hold {format_nbytes(nbytes)}, and max_host_memory is "
+                f"{format_nbytes(bound.limit_nbytes)}: {reason}; load it without the limit",
+                needed=nbytes,
+                available=bound.limit_nbytes,
+                limit="max_host_memory",
             )
         if self._allowance:
             logger.info("%s: the host holds all weights: %s", self._source.given, reason)
@@ -210,7 +212,10 @@ class Load:
                 self._prepare(mine)
         except (SharedMemoryFull, MemoryLimitExceeded) as exc:
             if mappings_below(name_prefix()):
-                exc.held_here()
+                # Pipelines refer to themselves: a dropped one stays until a collection.
+                exc.add_note(
+                    "this process holds segments: drop its models, call `gc.collect()`, load again"
+                )
             raise
         resident, awaited = len(self.holdings.segments()), len(self.holdings.awaited())
         words = "%s: %d shards to decode, %d resident, %d awaited"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from shmload._decoding.job import DecodeCancelled
-from shmload._host.shm import shm_nbytes
+from shmload._host.shm import no_room, shm_nbytes
 from shmload._segments.eviction import Budget, evict_for, require_room
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.names import part_names, try_turn
@@ -21,7 +21,7 @@ from shmload._segments.removal import remove_if_free
 from shmload._service.notice import service_budget, service_status
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import CapacityError, SharedMemoryFull
+from shmload.errors import CapacityError
 
 logger = logger_of(__name__)
 
@@ -97,13 +97,17 @@ def _room_within(
                     if nbytes > budget.nbytes or now - last_busy_at > _SETTLE_S:
                         raise
                     if now > ends_at:
-                        raise exc.after(settings().wait_timeout_s) from None
+                        exc.args = (
+                            f"{exc}; loads that run may free some, but not within "
+                            f"{settings().wait_timeout_s:g} s (SHMLOAD_WAIT_TIMEOUT_S)",
+                        )
+                        raise
                 else:
                     yield evicted
                     return
             elif now > ends_at:
                 remedy = "a stopped process looks for room; end it, or raise SHMLOAD_WAIT_TIMEOUT_S"
-                raise SharedMemoryFull(nbytes, None, budget.name, remedy)
+                raise no_room(nbytes, None, budget.name, remedy)
         if not has_told and now - began_at > _QUIET_S:
             has_told = True
             words = "waiting for %s of room in %s, which other loads fill; `shmload ls` shows them"

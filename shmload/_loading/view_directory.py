@@ -80,7 +80,9 @@ def view_directory(
     place = absolute(Path(directory).expanduser())
     is_marked = (place / MARKER).exists()
     if os.path.lexists(place) and not (is_marked or (place.is_dir() and not os.listdir(place))):
-        raise ViewRefused(place, "it is there, and no view directory; choose another place")
+        raise ViewRefused(
+            f"{place} is there, and no view directory; choose another place", path=place
+        )
     with Progress(progress, wanted.title) as counter:
         found, rules = find_with_rules(wanted, counter, may_be_unread=True)
         require_read(found, wanted)
@@ -100,7 +102,7 @@ def view_directory(
                 raise
             except OSError as exc:
                 why = exc.strerror or str(exc)
-                raise ViewRefused(place, f"it cannot be written: {why}") from exc
+                raise ViewRefused(f"{place} cannot be written: {why}", path=place) from exc
     return place
 
 
@@ -165,7 +167,7 @@ def _fill(place: Path, shown: Mirror) -> None:
     for name in (*shown.links, *shown.files):
         path = place / name
         if os.path.lexists(path) and not path.is_symlink() and name not in written:
-            raise ViewRefused(path, "it is no file of the view directory; move it away")
+            raise ViewRefused(f"{path} is no file of the view directory; move it away", path=path)
     for folder, _, files in os.walk(place):
         for path in (Path(folder, each) for each in files):
             if _leads_to_segment(path) and str(path.relative_to(place)) not in shown.links:

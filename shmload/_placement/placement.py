@@ -6,6 +6,7 @@ components             unknown names, cuts through what          what does not f
                        must stay whole: errors                   error with a map that does
 """
 
+import errno
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -68,7 +69,7 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
         if use.limit_nbytes is not None and needed > use.limit_nbytes:
             what = _overfull(use, placement)
             way_out = _way_out(components, inventory)
-            raise DoesNotFit(needed, use.limit_nbytes, use.device, what, *way_out)
+            raise _too_large(needed, use.limit_nbytes, use.device, what, *way_out)
     return placement
 
 
@@ -101,7 +102,7 @@ def _choose(
     what = f"{chosen!r} finds no device for {sizes}; left are {rest}"
     emptiest = max(free, key=lambda device: free[device])
     way_out = _way_out(components, inventory)
-    raise DoesNotFit(left[0].nbytes, free[emptiest], emptiest, what, *way_out)
+    raise _too_large(left[0].nbytes, free[emptiest], emptiest, what, *way_out)
 
 
 def _way_out(
@@ -114,6 +115,25 @@ def _way_out(
         "take more or larger devices, a narrower dtype (bfloat16 is half of float32), or allow "
         "more of cpu or disk"
     ), None
+
+
+def _too_large(
+    needed: int,
+    available: int,
+    device: str,
+    what: str,
+    remedy: str,
+    device_map: dict[str, str] | None,
+) -> DoesNotFit:
+    shown = f" device_map={device_map}" if device_map else ""
+    return DoesNotFit(
+        f"{what}; {remedy}{shown}",
+        needed=needed,
+        available=available,
+        limit=device,
+        device_map=device_map,
+        errno=errno.ENOMEM,
+    )
 
 
 def _overfull(use: DeviceUse, placement: Placement) -> str:

@@ -6,13 +6,20 @@ it is checked before the first byte is read. The least recently used segments go
 pinned ones never.
 """
 
+import errno
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
 from shmload._host.procfs import cgroup_free_nbytes, machine_free_nbytes
-from shmload._host.shm import shm_free_nbytes, shm_total_nbytes, unwritten_nbytes
+from shmload._host.shm import (
+    lack_of_room,
+    no_room,
+    shm_free_nbytes,
+    shm_total_nbytes,
+    unwritten_nbytes,
+)
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.names import part_names
 from shmload._segments.removal import remove_idle, remove_leftovers
@@ -61,7 +68,13 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
     for limit in _limits() if nbytes else ():
         left = max(0, limit.free + evictable - limit.kept)
         if nbytes > left:
-            raise limit.error(nbytes, left, limit.name, limit.remedy)
+            raise limit.error(
+                lack_of_room(nbytes, left, limit.name, limit.remedy),
+                needed=nbytes,
+                available=left,
+                limit=limit.name,
+                errno=errno.ENOSPC,
+            )
 
 
 def room_nbytes() -> int:
@@ -136,7 +149,7 @@ def choose_victims(
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
         remedy = _remedy(found, nbytes, budget)
-        raise SharedMemoryFull(nbytes, available, budget.name, remedy, most=budget.nbytes)
+        raise no_room(nbytes, available, budget.name, remedy)
     return victims
 
 

@@ -18,8 +18,8 @@ from shmload._checkpoints.wanted import is_publication
 from shmload._segments.listing import SegmentInfo, segments
 from shmload._segments.names import name_prefix
 from shmload._segments.users import User
-from shmload._wording import format_nbytes
-from shmload.errors import AmbiguousName, SegmentNotFound
+from shmload._wording import format_nbytes, nearest
+from shmload.errors import SegmentNotFound
 
 _ID = re.compile(r"[0-9a-f]{4,30}")
 
@@ -179,7 +179,7 @@ def select(
 
     Raises:
         SegmentNotFound: a pattern matches nothing.
-        AmbiguousName: a part of a name is in several models' names, or the beginning of an id in
+        SegmentNotFound: a part of a name is in several models' names, or the beginning of an id in
             several ids.
     """
     found = segments() if found is None else found
@@ -216,7 +216,7 @@ def _named(pattern: str, found: Sequence[SegmentInfo]) -> list[SegmentInfo]:
     """Return the segments that a name or id means.
 
     Raises:
-        SegmentNotFound, AmbiguousName: as `select`.
+        SegmentNotFound, SegmentNotFound: as `select`.
     """
     listed = find_models(found)
     end = f"/{pattern}" if pattern else "\0"
@@ -226,7 +226,7 @@ def _named(pattern: str, found: Sequence[SegmentInfo]) -> list[SegmentInfo]:
         by_key = [info for info in found if info.name.startswith(name_prefix() + pattern)]
         if len(fitting) + len(by_key) > 1:
             ids = (*(model.id for model in fitting), *(info.name for info in by_key))
-            raise AmbiguousName(pattern, ids)
+            raise _several(pattern, ids)
         if by_key:
             return by_key
     if not fitting:
@@ -234,7 +234,19 @@ def _named(pattern: str, found: Sequence[SegmentInfo]) -> list[SegmentInfo]:
         fitting = [model for model in listed if part and part in model.name.casefold()]
         names = sorted({model.name for model in fitting})
         if len(names) > 1:
-            raise AmbiguousName(pattern, names)
+            raise _several(pattern, names)
     if not fitting:
-        raise SegmentNotFound(pattern, [model.name for model in listed])
+        near = nearest(pattern, [model.name for model in listed]) or ";"
+        raise SegmentNotFound(
+            f"no resident model or segment matches {pattern!r}{near} `shmload ls` lists them"
+        )
     return [info for model in fitting for info in model.segments]
+
+
+def _several(pattern: str, fitting: Iterable[str]) -> SegmentNotFound:
+    candidates = tuple(fitting)
+    return SegmentNotFound(
+        f"{pattern!r} fits several: {', '.join(candidates)}; give more of the name, or an id from "
+        "`shmload ls --long`",
+        candidates=candidates,
+    )

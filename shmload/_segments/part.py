@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 
 from shmload._host.descriptors import Descriptor, close, try_lock, unlock
-from shmload._host.shm import is_named, shm_open, shm_rename, shm_unlink, write_at
+from shmload._host.shm import is_named, removed, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
 from shmload._segments.names import part_name
 from shmload._segments.segment import PINNED, READ_ONLY, SHARED, Segment, Stay, attach, finished
 from shmload._segments.users import holders
-from shmload._wording import logger_of
-from shmload.errors import SegmentRemoved, SegmentTimeout, SegmentUntrusted
+from shmload._wording import logger_of, name_processes
+from shmload.errors import SegmentTimeout, SegmentUntrusted
 
 logger = logger_of(__name__)
 
@@ -55,13 +55,13 @@ class Part(Descriptor):
             The segment, which owns the descriptor from now on.
 
         Raises:
-            SegmentRemoved: the part's name was removed from outside, and the segment needs one.
+            SegmentError: the part's name was removed from outside, and the segment needs one.
             SegmentUntrusted: the segment's name belongs to another user, likewise.
         """
         # Another load may have begun a part of that name since, which must not be renamed.
         is_mine = is_named(self.fd, part_name(self.name))
         if not is_mine and stay is not Stay.PRIVATE:
-            raise SegmentRemoved(part_name(self.name))
+            raise removed(part_name(self.name))
         write_at(self.fd, digest.encode(), DIGEST_OFFSET)
         mark = SHARED if stay is Stay.SHARED else PINNED if is_pinned else 0
         if mark:  # before it gets its name: if this process dies in between, the name must go too
@@ -131,7 +131,12 @@ class Awaited(Descriptor):
             time.sleep(_POLL_S)
         part = part_name(self.name)
         pids = () if is_cancelled() else holders([part]).get(part, ())
-        raise SegmentTimeout(self.name, timeout_s, pids=pids)
+        by = name_processes(pids) if pids else "another process"
+        raise SegmentTimeout(
+            f"segment {self.name} is still being decoded by {by} after {timeout_s:g} s; raise "
+            "SHMLOAD_WAIT_TIMEOUT_S or end that process",
+            name=self.name,
+        )
 
 
 Opened = Segment | Part

@@ -16,6 +16,7 @@ from shmload._segments.metadata import read_metadata
 from shmload._segments.names import publication_name, segment_names
 from shmload._segments.part import Part, acquire
 from shmload._segments.segment import Segment, attach, peek
+from shmload._wording import nearest
 from shmload.errors import ArgumentError, SegmentNotFound
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,99})(@(?P<version>[1-9][0-9]{0,8}))?")
@@ -68,7 +69,7 @@ class Publication(NamedTuple):
         """
         versions = self.versions()
         if not versions:
-            raise SegmentNotFound(self.source)
+            raise SegmentNotFound(f"nothing is published as {self.source}; `shmload ls` lists all")
         return Publication(self.name, max(versions))
 
     def attach(self) -> tuple["Publication", Segment]:
@@ -84,7 +85,9 @@ class Publication(NamedTuple):
             if segment:
                 return version, segment
         known = [Publication(self.name, number).source for number in self.versions()]
-        raise SegmentNotFound(self.source, known)
+        raise SegmentNotFound(
+            f"there is no {self.source}{nearest(self.source, known) or ';'} `shmload ls` lists all"
+        )
 
     def begin(self) -> tuple[int, Part]:
         """Return the number of the next version, and its part, which is the caller's.

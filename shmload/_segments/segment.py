@@ -63,7 +63,11 @@ def changing_mode(what: str) -> Iterator[None]:
     """
     with wait_turn("mode", _TIMEOUT_S) as is_mine:
         if not is_mine:
-            raise SegmentTimeout(what, _TIMEOUT_S, "pinned or given a time to stay")
+            raise SegmentTimeout(
+                f"segment {what} is still being pinned or given a time to stay by another process "
+                f"after {_TIMEOUT_S:g} s; end that process",
+                name=what,
+            )
         yield
 
 
@@ -191,8 +195,14 @@ class Segment(Descriptor):
         """
         metadata = read_metadata(self.fd)
         if not metadata:
-            raise SegmentCorrupt(self.name, "its header does not say what it holds")
+            raise self._corrupt("its header does not say what it holds")
         return metadata
+
+    def _corrupt(self, reason: str) -> SegmentCorrupt:
+        return SegmentCorrupt(
+            f"segment {self.name} is corrupt: {reason}; remove it with `shmload rm {self.name}`",
+            name=self.name,
+        )
 
     def read_header(self) -> Header:
         """Read the header.
@@ -203,7 +213,7 @@ class Segment(Descriptor):
         try:
             return read_header(self.fd, self.name)
         except ShmloadError as exc:  # its remedy is one for files
-            raise SegmentCorrupt(self.name, "its header is damaged") from exc
+            raise self._corrupt("its header is damaged") from exc
 
 
 def peek(name: str) -> Segment | None:

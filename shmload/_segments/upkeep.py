@@ -1,7 +1,7 @@
 """What a user does with resident segments: pin, unpin, verify and remove them; collect garbage."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -23,6 +23,7 @@ from shmload._segments.removal import (
 from shmload._segments.segment import Segment
 from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
+from shmload._wording import name_processes
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt
 
 _BLOCK_NBYTES = 1 << 20
@@ -41,7 +42,7 @@ def verify(*patterns: str | os.PathLike[str]) -> Segments:
 
     Raises:
         SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
-        SegmentNotFound, AmbiguousName: as `evict`.
+        SegmentNotFound, SegmentNotFound: as `evict`.
     """
     sound = []
     for info, error in verify_each(*patterns):
@@ -76,7 +77,11 @@ def check_digest(segment: Segment) -> None:
     wanted = segment.read_metadata().digest
     got = digest_data(segment.fd, header)
     if got != wanted:
-        raise SegmentCorrupt(segment.name, f"its digest is {got} and should be {wanted}")
+        raise SegmentCorrupt(
+            f"segment {segment.name} is corrupt: its digest is {got} and should be {wanted}; "
+            f"remove it with `shmload rm {segment.name}`",
+            name=segment.name,
+        )
 
 
 def evict(*patterns: str | os.PathLike[str]) -> Segments:
@@ -96,7 +101,6 @@ def evict(*patterns: str | os.PathLike[str]) -> Segments:
     Raises:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing.
-        AmbiguousName: a pattern is a part of several models' names.
         SegmentBusy: some are in use, by a process or a publication; the others are removed.
     """
     if not patterns:
@@ -127,8 +131,37 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
         called = {
             info.name: model.full_name for model in find_models(chosen) for info in model.segments
         }
-        raise SegmentBusy(pids, (info.name for info in removed), called, needed)
+        raise SegmentBusy(
+            _why_busy(pids, needed, called),
+            names=tuple(staying),
+            removed=tuple(info.name for info in removed),
+        )
     return removed
+
+
+def _why_busy(
+    pids: Mapping[str, Collection[int]],
+    needed: Mapping[str, Sequence[str]],
+    called: Mapping[str, str],
+) -> str:
+    """Say who uses segments, and what to do about it.
+
+    Args:
+        pids: the processes that use each segment.
+        needed: the publications that need each segment.
+        called: what to call the models of segments.
+    """
+    held: dict[str, None] = {}  # in order, each once
+    for name, by in pids.items():
+        held[f"{called.get(name, name)} by {name_processes(by)}"] = None
+    for name, sources in needed.items():
+        held[f"{called.get(name, name)} by the publication {', '.join(sources)}"] = None
+    remedies = ["end that process, or evict later"] if pids else []
+    if any(os.getpid() in by for by in pids.values()):
+        # Pipelines refer to themselves: a dropped one stays until a collection.
+        remedies = ["in this process drop the models, then call `gc.collect()` and evict again"]
+    remedies += [f"`shmload rm {each}`" for each in sorted({s for n in needed.values() for s in n})]
+    return f"still in use: {', '.join(held)}; {', or '.join(remedies)}"
 
 
 def collect_garbage() -> list[str]:
@@ -197,7 +230,6 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
     Raises:
         ArgumentError: no pattern is given.
         SegmentNotFound: a pattern matches nothing; `warm(pin=True)` decodes and pins a source.
-        AmbiguousName: a pattern is a part of several models' names.
     """
     return _change(patterns, "pin", Segment.pin)
 
@@ -215,7 +247,7 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
 
     Raises:
         ArgumentError: no pattern is given.
-        SegmentNotFound, AmbiguousName: as `pin`.
+        SegmentNotFound, SegmentNotFound: as `pin`.
     """
     return _change(patterns, "unpin", Segment.unpin)
 

@@ -51,7 +51,7 @@ def many(tmp_path, evicts):
 def test_size_of_files(checkpoint, shm_names, door):
     words = (checkpoint, "RLIMIT_FSIZE", "1000 B", "ulimit -f unlimited")
     with file_size(1000):
-        refusal(door, checkpoint, shmload.ProcessLimitExceeded, *words)
+        refusal(door, checkpoint, shmload.CapacityError, *words)
     assert shm_names() == []
 
 
@@ -71,7 +71,7 @@ soft, hard = len(os.listdir("/proc/self/fd")) + 70, resource.getrlimit(resource.
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft if is_hard else hard))
 try:
     print("LOADED", len(shmload.warm(source, dtype="float16").segments), flush=True)
-except shmload.ProcessLimitExceeded as exc:
+except shmload.CapacityError as exc:
     print("REFUSED", exc.limit, exc.available == soft, exc, flush=True)
 """
 
@@ -96,7 +96,7 @@ soft = len(os.listdir("/proc/self/fd")) + 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
 try:
     WorkerProcess()
-except shmload.ProcessLimitExceeded as exc:
+except shmload.CapacityError as exc:
     print("REFUSED", exc.limit, exc.available == soft, exc, flush=True)
 """
     said = child(limited).expect("REFUSED")
@@ -109,7 +109,7 @@ def test_limit_of_processes_is_named(monkeypatch):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(procs, "start", fail)
-    with pytest.raises(shmload.ProcessLimitExceeded, match=r"TasksMax= .* --pids-limit") as caught:
+    with pytest.raises(shmload.CapacityError, match=r"TasksMax= .* --pids-limit") as caught:
         WorkerProcess()
     assert caught.value.limit == "RLIMIT_NPROC"
 

@@ -9,7 +9,7 @@ import shmload
 from shmload._host.shm import is_named
 from shmload._segments.names import part_name
 from shmload._segments.part import Part, acquire
-from shmload.errors import SegmentRemoved
+from shmload.errors import SegmentError
 
 _SHM = Path("/dev/shm")
 
@@ -22,7 +22,7 @@ def segment(shard):
 
 def test_what_was_to_stay_is_an_error(shard, segment, before_decoding, shm_names):
     before_decoding((_SHM / part_name(segment)).unlink)
-    with pytest.raises(SegmentRemoved, match=r"RemoveIPC= .*enable-linger") as caught:
+    with pytest.raises(SegmentError, match=r"RemoveIPC= .*enable-linger") as caught:
         shmload.warm(shard, dtype="bfloat16")
     assert str(caught.value).startswith(f"/dev/shm/{part_name(segment)} was removed while")
     assert shm_names() == []
@@ -44,7 +44,7 @@ def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment
     before_decoding(begin_anew)
     for load in (shmload.warm, shmload.load_state_dict):
         if load is shmload.warm:
-            with pytest.raises(SegmentRemoved):
+            with pytest.raises(SegmentError):
                 load(shard, dtype="bfloat16")
         else:
             begun.pop().close()

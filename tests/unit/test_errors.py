@@ -13,20 +13,15 @@ from shmload import errors
 ERRORS = [
     shmload.ItemFailed("item 3 failed", index=3, endings=("SIGKILL",)),
     shmload.ArgumentError("it cannot be copied to", device="npu:0", lacks="torch.npu"),
-    shmload.UnknownComponent("there is none", name="vea"),
     shmload.LibraryError("it is not installed"),
     shmload.SourceNotFound("no such file"),
     shmload.ShardTruncated("it is cut", path=Path("a.safetensors"), wanted=8, got=4),
     shmload.ShardUnreadable("it cannot be read", path="a.safetensors", errno=5),
-    shmload.SharedMemoryFull(3, 2, "/dev/shm", "free some"),
-    shmload.ProcessLimitExceeded("a.safetensors", "too many", "`ulimit`", "RLIMIT_NOFILE", 9, 24),
-    shmload.DoesNotFit(3, 2, "cuda:0", "too much", "use", {"": "cpu"}),
-    shmload.WorkerError("no progress", path="a.safetensors"),
+    shmload.SharedMemoryFull("no room", needed=3, available=2, limit="/dev/shm", errno=28),
+    shmload.DoesNotFit("too large", needed=3, limit="cuda:0", device_map={"": "cpu"}),
     shmload.ResultsError("it cannot be written", folder="there", errno=28),
-    shmload.SegmentNotFound("shmload-0-ab", ["shmload-0-cd"]),
-    shmload.AmbiguousName("flux", ["flux-dev", "flux-schnell"]),
-    shmload.SegmentBusy({"shmload-0-ab": [7]}, ["shmload-0-cd"]),
-    shmload.SegmentTimeout("shmload-0-ab", 600.0),
+    shmload.SegmentNotFound("several fit", candidates=("flux-dev", "flux-schnell")),
+    shmload.SegmentBusy("in use", names=("shmload-0-ab",), removed=()),
 ]
 
 

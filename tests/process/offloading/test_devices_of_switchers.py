@@ -63,8 +63,8 @@ with switcher(device_budget=size // 2) as s:
     try:
         with s.use("base"):
             pass
-    except shmload.NoRoom as exc:
-        assert exc.most == size // 2 and "device" in str(exc)
+    except shmload.DoesNotFit as exc:
+        assert exc.available == size // 2 and "device" in str(exc)
     else:
         raise AssertionError
     assert o.stand_in.counts().to_device == before.to_device

@@ -97,7 +97,7 @@ begin, run = o.CALLS["{call}"]
 begin(pipe)
 try:
     shmload.update(pipe, SOURCE)
-except shmload.UpdateRefused as exc:
+except shmload.PublicationError as exc:
     assert "an offloading call has the weights of" in str(exc)
 else:
     raise AssertionError("updated")

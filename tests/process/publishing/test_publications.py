@@ -243,7 +243,7 @@ def test_publication_whose_segment_was_unlinked_is_broken(load):
     model = load()
     made = shmload.publish(model, "vae")
     os.unlink(f"/dev/shm/{made.needs[0]}")
-    with pytest.raises(shmload.PublicationBroken, match=f"its segment {made.needs[0]} is gone"):
+    with pytest.raises(shmload.PublicationError, match=f"its segment {made.needs[0]} is gone"):
         shmload.load_model("AutoencoderKL", "shm:vae")
 
 
@@ -251,7 +251,7 @@ def test_other_versions_of_the_libraries_are_refused(load, monkeypatch):
     model = load()
     shmload.publish(model, "vae")
     monkeypatch.setattr("diffusers.__version__", "0.1")
-    with pytest.raises(shmload.PublicationBroken, match=r"published with diffusers .*here is 0\.1"):
+    with pytest.raises(shmload.PublicationError, match=r"published with diffusers .*here is 0\.1"):
         shmload.load_model("AutoencoderKL", "shm:vae")
 
 

@@ -110,10 +110,10 @@ def test_larger_than_the_budget_is_refused_and_nothing_else_goes(made, sources, 
         pass
     before = resident()
     for _ in range(2):
-        with pytest.raises(shmload.NoRoom, match="budget") as caught, switcher.use("large"):
+        with pytest.raises(shmload.DoesNotFit, match="budget") as caught, switcher.use("large"):
             pass
         assert caught.value.needed >= size
-        assert caught.value.most == room(0.8)
+        assert caught.value.available == room(0.8)
     assert resident() == before
     assert switcher.figures.loads == 2  # the second time its size was known
     with switcher.use("small"):
@@ -317,7 +317,7 @@ def test_wait_ends_with_its_time(made, sources, room, configure):
         try:
             with switcher.use("b"):
                 pass
-        except shmload.SwitchTimeout as exc:
+        except shmload.SegmentTimeout as exc:
             errors.append(exc)
 
     with switcher.use("a"):

@@ -68,7 +68,7 @@ def test_variant_and_what_takes_its_place(saved, other):
     older = saved("stable-diffusion")
     shmload.update(pipe, older, variant=None)
     assert_updated(pipe, reference(older, torch.float16))
-    with pytest.raises(shmload.UpdateRefused, match="float16"):
+    with pytest.raises(shmload.PublicationError, match="float16"):
         shmload.update(pipe, source, dtype="float32")
 
 

@@ -182,7 +182,7 @@ def test_threads_and_tasks_are_redirected_each(saved, ways):
 
 def test_library_loads_where_there_is_no_room(saved, ways, monkeypatch):
     def full(*args, **kwargs):
-        raise SharedMemoryFull(2, 1, "/dev/shm", "free some")
+        raise SharedMemoryFull("there is no room")
 
     monkeypatch.setattr("shmload._loading.holdings.Holdings.make_parts", full)
     source = str(saved("stable-diffusion"))

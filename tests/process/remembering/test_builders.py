@@ -148,7 +148,7 @@ def test_of_changed_files_it_is_garbage(copied):
 
 def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
     def refuse(*_, **__):
-        raise shmload.SharedMemoryFull(2, 1, "/dev/shm", "free some")
+        raise shmload.SharedMemoryFull("there is no room")
 
     source = saved("stable-diffusion")
     monkeypatch.setattr(keeping, "made_room", refuse)

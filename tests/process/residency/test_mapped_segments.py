@@ -106,7 +106,7 @@ def test_load_that_fails_leaves_what_another_process_maps(
             child(MAPPER, path).expect("MAPPED")
         else:
             mapped.append(load_file(path))
-        raise shmload.SegmentCorrupt(segment.name, "test")
+        raise shmload.SegmentCorrupt("test", name=segment.name)
 
     monkeypatch.setattr(load, "check_digest", fail)
     with pytest.raises(shmload.SegmentCorrupt) as caught:

@@ -114,7 +114,7 @@ def test_model_is_removed_by_what_a_person_calls_it(pipelines, pattern, monkeypa
 def test_part_of_several_names_is_refused_with_all_of_them(pipelines):
     for folder in pipelines:
         warm(folder)
-    with pytest.raises(shmload.AmbiguousName, match="stable-diffusion, stable-video") as caught:
+    with pytest.raises(shmload.SegmentNotFound, match="stable-diffusion, stable-video") as caught:
         shmload.evict("stable")
     assert caught.value.candidates == ("stable-diffusion", "stable-video")
     assert len(shmload.segments()) == 3

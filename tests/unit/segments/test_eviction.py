@@ -102,13 +102,3 @@ def test_refusal_of_more_than_the_budget_advises_nothing_that_cannot_help():
     assert "larger than the whole budget of 1.00 GiB: raise `shmload serve --budget`" in said
     assert "users" not in said
     assert "unpin" not in said
-
-
-def test_load_larger_than_the_budget_is_not_told_to_drop_models():
-    held = "in this process drop models"
-    with pytest.raises(SharedMemoryFull) as caught:
-        choose_victims([LEASED], 2 * GIB, 99 * GIB, service_budget(3 * GIB))
-    assert held in str(caught.value.held_here())
-    with pytest.raises(SharedMemoryFull) as caught:
-        choose_victims([LEASED], 4 * GIB, 99 * GIB, service_budget(3 * GIB))
-    assert held not in str(caught.value.held_here())

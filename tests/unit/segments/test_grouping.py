@@ -9,7 +9,7 @@ from shmload._segments.metadata import Place
 from shmload._segments.models import find_models, select
 from shmload._segments.names import name_prefix
 from shmload._segments.users import User, describe_user, name_users
-from shmload.errors import AmbiguousName, SegmentNotFound
+from shmload.errors import SegmentNotFound
 
 
 def segment(key, *, root="/m/sd15", component="", **given):
@@ -133,9 +133,9 @@ def test_url_or_publication_is_chosen_by_its_name():
 
 def test_what_is_called_so_by_nobody_or_by_several_is_refused():
     other = segment("b", root="/m/sd21")
-    with pytest.raises(AmbiguousName, match="sd15, sd21"):
+    with pytest.raises(SegmentNotFound, match="sd15, sd21"):
         select(["sd"], [UNET, other])
-    with pytest.raises(AmbiguousName):
+    with pytest.raises(SegmentNotFound):
         select(["00000"], [UNET, VAE])
     with pytest.raises(SegmentNotFound, match="did you mean 'sd15'"):
         select(["sd1x5"], [UNET])
