@@ -9,7 +9,6 @@ Guarantee: a file that makes a library hang, crash or use up memory does so in t
 which ends when its parent ends or asks no more.
 """
 
-import importlib
 import os
 import resource
 import socket
@@ -71,7 +70,10 @@ def serve(channel: socket.socket, parent_fd: int) -> None:
 
 
 def _answer(module: str, path: str) -> Answer:
-    format_module = importlib.import_module(f"shmload._checkpoints.formats.{module}")
+    # Not at the top: each names what it asks this process for.
+    from shmload._checkpoints.formats import gguf, pytorch
+
+    format_module = {"gguf": gguf, "pytorch": pytorch}[module]
     format_module.import_library()
     try:
         return Described(tuple(format_module.describe(path)))
