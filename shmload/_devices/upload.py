@@ -30,6 +30,7 @@ from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.pagemap import is_modified
 from shmload._host.procfs import mappings
+from shmload._loading.trace import Phase, during
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
 _SLOT_NBYTES = 32 << 20
@@ -216,19 +217,20 @@ class Upload:
 
     def _start(self, batch: Batch, slot: PageLocked, fills: list["Future[None]"]) -> None:
         """Have the devices fetch from a slot when it is filled."""
-        for fill in fills:
-            fill.result()
         by_runtime: dict[Runtime, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for begin, move in batch.fetches:
             pair = move.target, slot.content[begin : begin + move.nbytes]
             by_runtime.setdefault(move.runtime, []).append(pair)
         events = []
-        for runtime, pairs in by_runtime.items():
-            if runtime not in self._runtimes:
-                self._runtimes[runtime] = None
-                runtime.follow()
-            runtime.copy(pairs)
-            events.append(runtime.record())
+        with during(Phase.COPY, ", ".join(str(runtime.device) for runtime in by_runtime)):
+            for fill in fills:
+                fill.result()
+            for runtime, pairs in by_runtime.items():
+                if runtime not in self._runtimes:
+                    self._runtimes[runtime] = None
+                    runtime.follow()
+                runtime.copy(pairs)
+                events.append(runtime.record())
         self._busy.append((slot, events))
 
 

@@ -85,7 +85,10 @@ def test_copies_name_their_devices_and_waits_for_bytes_are_no_copies(
     tracks, (call,) = _events(trace)
     _assert_adds_up(call, elapsed_s)
     copies = [each for each in tracks["caller"] if each["name"] == "copy to devices"]
-    assert {each["args"]["what"] for each in copies} == {"cuda:0, cuda:1"}
+    # Each slot names its devices; those of the tests are the host itself.
+    named = {each["args"]["what"] for each in copies}
+    assert "cuda:0, cuda:1" in named
+    assert named & {"cpu", "cpu, cpu"}
     assert call["args"]["copy to devices"] > 0
     waits = [each for each in tracks["caller"] if each["name"] == "wait for the load"]
     assert waits
