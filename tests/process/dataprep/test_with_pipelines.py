@@ -75,6 +75,12 @@ def test_errors_of_loading_come_out(copied, saved):
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(shmload.ShardTruncated):
             list(job.map(encode, [1]))
+        path.unlink()
+    with dataprep.Job(source, **_ARGUMENTS | {"components": ["unet"]}) as job:
+        (source / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+        with pytest.raises(shmload.ShmloadError) as caught:  # which is an OSError, too
+            list(job.map(encode, [1]))
+        assert not isinstance(caught.value, shmload.JobError)
 
 
 @pytest.mark.slow
