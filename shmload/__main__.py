@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import signal
 import sys
 
 
@@ -12,6 +11,8 @@ def run() -> None:
         from shmload._templates.command import main as run_program
 
         run_program(sys.argv[2:])
+    import signal  # not at the top: it takes as long as all that `shmload run` imports
+
     # End as Ctrl-C does, which leaves no part behind. What is ignored stays so, as under nohup(1).
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:

@@ -44,6 +44,7 @@ class Hidden(MetaPathFinder):
         """The hidden modules, by name."""
         self._all: dict[str, ModuleType] = {}
         """These, and what the imports have brought of the standard library."""
+        self._names: frozenset[str] = frozenset()
         self._changes: Changes = []
         """What the imports have changed."""
         self._exits: _Exits = []
@@ -82,6 +83,8 @@ class Hidden(MetaPathFinder):
         names = [name for name in self._all if not _is_of_python(name)]
         self.modules = {name: sys.modules.pop(name) for name in names}
         self._loggers = frozenset(logging.root.manager.loggerDict)
+        # To look at all modules in a program would mean to copy their pages.
+        self._names = frozenset(self._all)
         # Never freed: Python would take all of this apart when the program ends, for nothing.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._all))
 
@@ -111,8 +114,7 @@ class Hidden(MetaPathFinder):
             names = {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
         except OSError:
             return None
-        own = (sys.modules | self.modules).keys() - self._known
-        for name in sorted(names & own):
+        for name in sorted(names & self._names):
             module = self.modules.get(name) or sys.modules.get(name)
             origin = getattr(getattr(module, "__spec__", None), "origin", None)
             found = PathFinder.find_spec(name, [folder or os.getcwd()])

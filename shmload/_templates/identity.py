@@ -87,7 +87,7 @@ def rights_of(pid: int | str = "self") -> dict[str, object]:
     return found
 
 
-def how_it_differs(pid: int, pidfd: int) -> str:
+def how_it_differs(pid: int, pidfd: int, own: dict[str, object]) -> str:
     """Say why a process may not do what this process may do, and no less; empty if it may.
 
     A process that one has confined under the same user id must not get a template that may do
@@ -96,6 +96,7 @@ def how_it_differs(pid: int, pidfd: int) -> str:
     Args:
         pid: its process id.
         pidfd: holds it.
+        own: what this process may do.
     """
     try:
         found = rights_of(pid)
@@ -103,7 +104,7 @@ def how_it_differs(pid: int, pidfd: int) -> str:
         return f"what it may do cannot be read: {exc}"
     if has_ended(pidfd):  # what was read may be of another process with its number
         return "it has ended"
-    for name, wanted in rights_of().items():
+    for name, wanted in own.items():
         if found.get(name) != wanted:
             return f"it differs from the template in {name}"
     if not _are_of_the_container(found):

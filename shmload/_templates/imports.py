@@ -5,6 +5,7 @@ a template that has imported the libraries alone, needs a second for Stable Diff
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -23,6 +24,8 @@ LOOK_S = 5.0
 # An import that has not ended by then never will; SIGALRM ends the process.
 _TIMEOUT_S = 600
 _THREADS_TIMEOUT_S = 2.0
+_MADV_COLLAPSE = 25  # Linux 6.1
+_HUGE_NBYTES = 2 << 20
 _NAMED = "SHMLOAD_RUN_IMPORTS"
 _LIBRARIES = "torch,diffusers,transformers"
 _STORED = "shmload._building.stored"
@@ -83,6 +86,7 @@ class Imports:
         self.descriptors |= _descriptors() - before
         gc.collect()
         gc.freeze()
+        _use_huge_pages()
         signal.alarm(0)
 
     def are_stale(self) -> bool:
@@ -134,6 +138,23 @@ def _require_fitness() -> None:
         if time.monotonic() > deadline:
             raise Unfit("an import has left threads running")
         time.sleep(0.001)
+
+
+def _use_huge_pages() -> None:
+    """Have the kernel map this process's memory by 2 MiB, if it can.
+
+    A fork copies each entry of the page table: 2 ms instead of 14 ms with the libraries (two
+    cores of a virtual machine, November 2026). A copy that writes copies 4 KiB as before.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in list(lines):
+            places, rights, _, _, inode, *name = line.split()
+            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+                low, high = (int(each, 16) for each in places.split("-"))
+                low = -(-low // _HUGE_NBYTES) * _HUGE_NBYTES
+                nbytes = max(0, high - low) // _HUGE_NBYTES * _HUGE_NBYTES
+                libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(nbytes), _MADV_COLLAPSE)
 
 
 def _descriptors() -> set[int]:

@@ -15,7 +15,6 @@ ends with its last program, so that each caller learns how its program has ended
 import contextlib
 import ctypes
 import errno
-import gc
 import os
 import select
 import signal
@@ -132,6 +131,7 @@ class Template:
         # Python sets some by itself when it starts: LC_CTYPE in the locale C.
         given = first_environment()
         self._coerced = {n: value for n, value in os.environ.items() if n not in given}
+        self._rights = identity.rights_of()
         self._hidden = Hidden(known)
         self._imports = Imports(self._hidden)
         self._callers: dict[int, _Caller] = {}
@@ -211,7 +211,8 @@ class Template:
             caller.close()
             return None
         if pid == 0:
-            gc.enable()
+            # Never freed: that would mean to copy the pages of all that it remembers.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return become(channel, self._hidden, self._imports.descriptors, self._coerced)
         self._callers[pid] = caller
         return None
@@ -221,7 +222,7 @@ class Template:
         pid, user = wire.peer_of(caller.channel)
         if user != os.geteuid():
             return "0 the template is another user's"
-        if why := identity.how_it_differs(pid, caller.pidfd):
+        if why := identity.how_it_differs(pid, caller.pidfd, self._rights):
             return f"0 this process may not use the template: {why}"
         if self._imports.are_stale():
             self._drain()
