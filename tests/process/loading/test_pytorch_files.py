@@ -189,7 +189,8 @@ def test_nothing_in_a_pickle_is_called(tmp_path, copied, capfd):
         shmload.ShardMalformed, match=r"does not unpickle \S*print; let the lib"
     ) as caught:
         shmload.warm(path)
-    assert (caught.value.path, caught.value.nbytes) == (path, path.stat().st_size)
+    assert caught.value.path == path
+    assert "print" in caught.value.why
     source = rewrite(copied("stable-diffusion"), lambda tensors, to: torch.save(_Calls(), to))
     with pytest.raises((OSError, pickle.UnpicklingError)) as wanted:
         reference(source)
