@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from shmload import evict, segments, warm
-from shmload.errors import NodeError, SegmentNotFound, ShmloadError
-from shmload.errors.sources import needing
+from shmload.errors import NodeError, SegmentNotFound, ShmloadError, needing
 from shmload.integrations.diffusers import load_pipeline
 
 with needing("ray", "shmload.integrations.ray", "'shmload[ray]'"):

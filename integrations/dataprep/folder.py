@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from shmload._host.files import TEMPORARY_SUFFIX
-from shmload.errors import ArgumentError, ResultsError
-from shmload.errors.sources import needing
+from shmload.errors import ArgumentError, ResultsError, needing
 from shmload.integrations.dataprep.crossing import dump_whole
 from shmload.integrations.dataprep.pool import Task
 from shmload.integrations.dataprep.shards import (

@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing, RemoteObject
 from shmload._settings import settings
-from shmload.errors import ArgumentError
-from shmload.errors.sources import needing
+from shmload.errors import ArgumentError, needing
 
 REQUESTS = 8
 """Requests for small things that are made at a time."""

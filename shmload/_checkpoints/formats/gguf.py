@@ -11,8 +11,7 @@ from shmload._checkpoints.dtypes import BLOCKS
 from shmload._checkpoints.formats.described import NotDescribed, read_described
 from shmload._checkpoints.formats.describer import Unread
 from shmload._checkpoints.header import Blocks, Format, Header, TensorSpec, reading
-from shmload.errors import ShardMalformed
-from shmload.errors.sources import needing
+from shmload.errors import ShardMalformed, needing
 
 _INSTALL = "shmload[gguf]"
 
