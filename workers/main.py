@@ -26,7 +26,6 @@ from shmload.workers.fill import Filler
 from shmload.workers.messages import (
     VERSION,
     BytesRead,
-    Close,
     Failed,
     Fill,
     Filled,
@@ -71,16 +70,7 @@ class _Worker:
                 if len(inbox.fds) < 2:
                     raise ProtocolError("a shard was opened without its two descriptors")
                 fds = inbox.fds.pop(0), inbox.fds.pop(0)
-                self._shards[shard] = (
-                    examine_source(_reopen(fds[0]), workers),
-                    fds[1],
-                )
-            case Close(shard):
-                if shard in self._shards:
-                    source, target = self._shards.pop(shard)
-                    source.close_direct()
-                    os.close(source.fd)
-                    os.close(target)
+                self._shards[shard] = examine_source(_reopen(fds[0]), workers), fds[1]
             case Fill():
                 send(self._channel, self._fill(message))
 

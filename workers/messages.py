@@ -6,7 +6,6 @@
         |  Fill ->                          |     a piece of it; several may wait in the socket
         |  <- BytesRead ...                 |     while the piece is being filled
         |  <- Filled | Failed               |     in the order of the Fills
-        |  Close ->                         |     forget the descriptors
         |  (end of file)                    |     the worker leaves
 
 Framed by `_ipc.frames`. Imports nothing heavy: a worker starts in 0.03 s.
@@ -20,7 +19,7 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 6
+VERSION: Final = 7
 """To be increased with every change of a message."""
 
 
@@ -37,12 +36,6 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     shard: int
     workers: int
     """How many read at the same time."""
-
-
-class Close(msgspec.Struct, frozen=True, tag=True):
-    """Close a shard's descriptors."""
-
-    shard: int
 
 
 class Fill(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +84,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """For `TRUNCATED`: how far the shard could be read, in bytes."""
 
 
-ToWorker = Open | Close | Fill
+ToWorker = Open | Fill
 FromWorker = Ready | BytesRead | Filled | Failed
 
 decode_to_worker = MessageReader[ToWorker](ToWorker, "a coordinator")

@@ -144,7 +144,7 @@ def warm(source: str, workers: int | None = None) -> Numbers:
     import shmload
     from shmload._decoding.coordinator import Coordinator
 
-    decode = Coordinator.decode
+    run = Coordinator.run
     decode_s: list[float] = []
 
     def timed(self: Coordinator, *args: Any, **kwargs: Any) -> Any:
@@ -154,11 +154,11 @@ def warm(source: str, workers: int | None = None) -> Numbers:
             waiting -= set(select.select(list(waiting), (), ())[0])
         began = time.perf_counter()
         try:
-            return decode(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         finally:
             decode_s.append(time.perf_counter() - began)
 
-    Coordinator.decode = timed  # type: ignore[method-assign]
+    Coordinator.run = timed  # type: ignore[method-assign]
     began = time.perf_counter()
     report = shmload.warm(source, dtype="bfloat16", workers=workers, progress=False)
     call_s = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A set of worker processes that decode jobs, one call after the other.
+"""Worker processes that decode some jobs.
 
 Guarantee: `decode` returns when every piece is complete, or raises a typed error within a deadline,
 even if a worker dies, stops, stalls or sends rubbish. A piece whose worker is lost is tried once
@@ -12,6 +12,7 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from shmload._checkpoints.identity import is_unchanged
 from shmload._decoding.allowance import Allowance
@@ -44,90 +45,68 @@ _QUEUE_DEPTH = 3
 _MAX_ATTEMPTS = 2
 
 
-class Coordinator:
-    """A set of worker processes, from here until `close`.
+def decode(
+    jobs: Sequence[Job],
+    workers: int,
+    on_bytes: OnBytes,
+    is_cancelled: Callable[[], bool] = bool,
+    on_piece: OnPiece = lambda job, piece, *_: None,
+    allowance: Allowance | None = None,
+) -> list[str]:
+    """Fill all parts; blocks until they are complete.
 
     Args:
-        workers: number of processes; they start at once and in parallel. With zero, `decode` works
-            in the caller's thread, which is faster for small shards and has no deadline.
+        jobs: what to decode. The parts already have their final length and header.
+        workers: number of processes. With zero it works in the caller's thread, which is faster for
+            small shards and has no deadline.
+        on_bytes: called with bytes newly read.
+        is_cancelled: called several times a second; when true, the decode ends.
+        on_piece: called with each piece that is complete.
+        allowance: how far the decode may be ahead of what takes its bytes, which is given back from
+            there; None for no limit. Needs workers.
+
+    Returns:
+        The digest of each job's segment, in order, as 32 hexadecimal digits.
+
+    Raises:
+        CheckpointError: a shard ended early, changed, or could not be read.
+        SharedMemoryFull: memory ran out during the decode.
+        WorkerError: workers died, stalled or failed.
+        DecodeCancelled: `is_cancelled` was true before the end.
     """
-
-    def __init__(self, workers: int) -> None:
-        self._workers: list[WorkerProcess] = []
-        try:
-            for _ in range(workers):
-                self._workers.append(WorkerProcess())
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Kill all workers; a second call is fine."""
-        with contextlib.ExitStack() as closing:
-            while self._workers:
-                closing.callback(self._workers.pop().close)
-
-    @property
-    def workers(self) -> int:
-        """Number of worker processes; zero if it decodes in the caller's thread."""
-        return len(self._workers)
-
-    def decode(
-        self,
-        jobs: Sequence[Job],
-        on_bytes: OnBytes,
-        is_cancelled: Callable[[], bool] = bool,
-        on_piece: OnPiece = lambda job, piece, *_: None,
-        allowance: Allowance | None = None,
-    ) -> list[str]:
-        """Fill all parts; blocks until they are complete.
-
-        Args:
-            jobs: what to decode. The parts already have their final length and header.
-            on_bytes: called with bytes newly read.
-            is_cancelled: called several times a second; when true, the decode ends.
-            on_piece: called with each piece that is complete.
-            allowance: how far the decode may be ahead of what takes its bytes, which is given back
-                from there; None for no limit. Needs workers.
-
-        Returns:
-            The digest of each job's segment, in order, as 32 hexadecimal digits.
-
-        Raises:
-            CheckpointError: a shard ended early, changed, or could not be read.
-            SharedMemoryFull: memory ran out during the decode.
-            WorkerError: workers died, stalled or failed.
-            DecodeCancelled: `is_cancelled` was true before the end.
-        """
-        if self._workers:
-            handout = _Handout(self._workers, jobs, on_bytes, on_piece, allowance)
-            digests = handout.run(is_cancelled)
-        else:
-            digests = [
-                decode_here(job, on_bytes, is_cancelled, functools.partial(on_piece, number))
-                for number, job in enumerate(jobs)
-            ]
-        for job in jobs:
-            if not is_unchanged(job.source, os.fstat(job.source_fd)):
-                raise changed(job.path)
-        return digests
+    if workers:
+        with Coordinator(jobs, workers, on_bytes, on_piece, allowance) as coordinator:
+            digests = coordinator.run(is_cancelled)
+    else:
+        digests = [
+            decode_here(job, on_bytes, is_cancelled, functools.partial(on_piece, number))
+            for number, job in enumerate(jobs)
+        ]
+    for job in jobs:
+        if not is_unchanged(job.source, os.fstat(job.source_fd)):
+            raise changed(job.path)
+    return digests
 
 
-class _Handout:
-    """The pieces of one decode: which wait, are with a worker, or are complete.
+class Coordinator:
+    """Hands out the pieces of one decode to workers that it has started; a context that ends them.
 
-    A worker that is replaced is replaced in the coordinator's list.
+    Args:
+        jobs: as for `decode`, and so are the others.
+        workers: number of processes; they start at once and in parallel.
+        on_bytes: called with bytes.
+        on_piece: called with pieces.
+        allowance: for pieces that wait.
     """
 
     def __init__(
         self,
-        workers: list[WorkerProcess],
         jobs: Sequence[Job],
+        workers: int,
         on_bytes: OnBytes,
         on_piece: OnPiece,
         allowance: Allowance | None,
     ) -> None:
-        self._workers = workers
         self._stall_timeout_s = settings().stall_timeout_s
         self._allowance = allowance
         self._jobs = jobs
@@ -137,41 +116,55 @@ class _Handout:
         self._attempts = Counter[Piece]()
         self._digests = [[b""] * len(job.pieces) for job in jobs]
         self._left = len(self._waiting)
-        self._most_workers = len(workers)
+        self._most_workers = workers
         self._lost_in_a_row = 0
         self._selector = selectors.DefaultSelector()
+        self._workers: list[WorkerProcess] = []
+        try:
+            for _ in range(workers):
+                self._workers.append(WorkerProcess())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all workers; a second call is fine."""
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._selector.close)
+            while self._workers:
+                closing.callback(self._workers.pop().close)
 
     def run(self, is_cancelled: Callable[[], bool]) -> list[str]:
         """Hand out all pieces, and watch the workers until all are complete; return the digests.
 
         Raises:
-            CheckpointError, CapacityError, WorkerError, DecodeCancelled: as `Coordinator.decode`.
+            CheckpointError, CapacityError, WorkerError, DecodeCancelled: as `decode`.
         """
-        with self._selector:
-            if self._allowance:
-                self._selector.register(self._allowance.wake_fd, selectors.EVENT_READ)
-            for worker in self._workers:
-                self._watch(worker)
-            while self._left:
-                if is_cancelled():
-                    raise DecodeCancelled
-                for key, _ in self._selector.select(0.1):
-                    worker = key.data
-                    if worker is None:
-                        self._go_on()
-                    elif worker in self._workers:
-                        self._hear(worker, died=key.fileobj is not worker.channel)
-                self._check_deadlines()
-            for worker in self._workers:
-                for shard in range(len(self._jobs)):
-                    worker.forget(shard)
+        if self._allowance:
+            self._selector.register(self._allowance.wake_fd, selectors.EVENT_READ)
+        for worker in self._workers:
+            self._watch(worker)
+        while self._left:
+            if is_cancelled():
+                raise DecodeCancelled
+            for key, _ in self._selector.select(0.1):
+                worker = key.data
+                if worker is None:
+                    self._go_on()
+                elif worker in self._workers:
+                    self._hear(worker, died=key.fileobj is not worker.channel)
+            self._check_deadlines()
         return [combine_digests(pieces) for pieces in self._digests]
 
     def _watch(self, worker: WorkerProcess) -> None:
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
-        if worker.is_ready:
-            self._feed(worker)
 
     def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
         try:

@@ -57,7 +57,7 @@ def decode_here(
     """Fill a job's part in the caller's thread; return the digest of its segment.
 
     Raises:
-        CheckpointError, CapacityError: as `Coordinator.decode`.
+        CheckpointError, CapacityError: as `coordinator.decode`.
         DecodeCancelled: `is_cancelled` was true before the end.
     """
     # Imported here: a parent with workers never needs the conversions.

@@ -3,7 +3,6 @@
 Owns the child.
 """
 
-import contextlib
 import select
 import sys
 import time
@@ -17,7 +16,6 @@ from shmload._settings import settings
 from shmload.errors import ProtocolError, WorkerError
 from shmload.workers.messages import (
     VERSION,
-    Close,
     Failed,
     Fill,
     Filled,
@@ -78,13 +76,6 @@ class WorkerProcess:
             send(self.channel, Open(fill.shard, workers), (source, target))
             self._opened.add(fill.shard)
         send(self.channel, fill)
-
-    def forget(self, shard: int) -> None:
-        """Have the worker close the descriptors of a complete shard."""
-        if shard in self._opened:
-            self._opened.discard(shard)
-            with contextlib.suppress(OSError):  # the worker is gone, which its pidfd tells
-                send(self.channel, Close(shard))
 
     def has_news(self) -> bool:
         """Tell whether a message of it is still unread."""

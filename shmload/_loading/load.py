@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._decoding.allowance import Allowance, Bound
-from shmload._decoding.coordinator import Coordinator
+from shmload._decoding.coordinator import decode
 from shmload._decoding.job import DecodeCancelled, Job, OnPiece
 from shmload._host.background import Background
 from shmload._host.collector import paused_gc
@@ -94,7 +94,6 @@ class Load:
         if workers is not None and workers < 1:
             raise ArgumentError(f"workers is {workers}; it must be 1 or more, or None")
         self._workers = workers or worker_count(parent_is_busy=parent_is_busy)
-        self._coordinator: Coordinator | None = None
         self._cancelled = threading.Event()
         self.holdings = Holdings(stay, is_bounded=bound is not None, may_link=may_link)
         """The open shards and their segments; the load closes them."""
@@ -198,8 +197,6 @@ class Load:
             closing.callback(self.holdings.close, is_discarded=is_discarded)
             if self._allowance:
                 closing.callback(self._allowance.close)
-            if self._coordinator:
-                closing.callback(self._coordinator.close)
         if interrupt:
             raise interrupt
 
@@ -273,11 +270,10 @@ class Load:
         # The load's own thread decodes little faster than workers start.
         is_little = sum(job.read_nbytes for job in jobs) <= settings().inline_nbytes
         workers = 0 if is_little and not self._bound else self._workers
-        if self._coordinator is None or self._coordinator.workers < workers:
-            self._coordinator = Coordinator(workers)  # an earlier one had no workers to end
         with self._progress.during(Phase.READ):
-            digests = self._coordinator.decode(
+            digests = decode(
                 jobs,
+                workers,
                 self._progress.add,
                 self._cancelled.is_set,
                 on_piece=self._note_pieces(jobs),

@@ -70,11 +70,6 @@ def is_known(kind: str) -> bool:
     return kind in KINDS or bool(torch and kind == added_device_kind(torch))
 
 
-def takes_copies(kind: str) -> bool:
-    """Tell whether devices of a kind have a memory of their own that shmload copies to."""
-    return is_known(kind) and (kind not in KINDS or KINDS[kind].import_runtime is not None)
-
-
 def meant_kind(name: str) -> str | None:
     """Return the kind that people call by a name that is none."""
     return next((kind for kind, row in KINDS.items() if name in row.other_names), None)
@@ -84,18 +79,6 @@ def may_have_accelerators() -> bool:
     """Tell without torch whether this machine has a driver for accelerators, as far as known."""
     paths = (path for row in KINDS.values() for path in row.drivers)
     return any(map(os.path.exists, (_ANY_ACCELERATOR, *paths)))
-
-
-def may_have(kind: str) -> bool:
-    """Tell without torch whether this machine has a driver for a kind, as far as that is known."""
-    drivers = KINDS[kind].drivers if kind in KINDS else ()
-    return not drivers or any(map(os.path.exists, drivers))
-
-
-def likely_kind() -> str:
-    """Return the kind of this machine's accelerators, without torch: by what drivers are there."""
-    found = (kind for kind, row in KINDS.items() if row.drivers and may_have(kind))
-    return next(found, USUAL_KIND)
 
 
 def runtime_of(device: "torch.device") -> "Runtime":
@@ -113,7 +96,7 @@ def runtime_of(device: "torch.device") -> "Runtime":
     if runtime is None:
         raise ArgumentError(
             f"shmload cannot copy weights to {device}: it uses the memory of the host, so weights "
-            f"need no copy through a ring; omit device_map and call .to({device.type!r}) on the "
+            f"need no copy; omit device_map and call .to({device.type!r}) on the "
             "pipeline",
             device=str(device),
             lacks="",
@@ -139,7 +122,7 @@ def machine_kind() -> str:
     if accelerator is None or not accelerator.is_available():
         return ""
     kind = str(accelerator.current_accelerator().type)
-    return kind if takes_copies(kind) else ""
+    return kind if _import_runtime(kind) else ""
 
 
 def accelerator_names() -> tuple[str, ...]:
@@ -195,13 +178,6 @@ def _free_by_torch(module: Any, index: int) -> int | None:
         return None
     unused = int(module.memory_reserved(index)) - int(module.memory_allocated(index))
     return int(ask(index)[0]) + unused
-
-
-def make_current(name: str) -> None:
-    """Have torch mean a device by the name of its kind alone, where torch has that."""
-    kind, _, index = name.partition(":")
-    if set_device := getattr(module_of(kind), "set_device", None):
-        set_device(int(index))
 
 
 def module_of(kind: str) -> Any:

@@ -14,8 +14,8 @@ from harm import WORKER
 from safetensors.torch import save_file
 from weight import save_weight
 
-from shmload._decoding.coordinator import Coordinator
 from shmload._host.procfs import cgroup_free_nbytes
+from shmload._loading import load
 from shmload._segments import eviction
 
 TENSORS = {"a": torch.arange(5000.0).reshape(50, 100), "b": torch.arange(7)}
@@ -76,13 +76,13 @@ def before_decoding(monkeypatch):
     """Call a function after the plan and before any weight is read."""
 
     def install(action):
-        decode = Coordinator.decode
+        decode = load.decode
 
         def act_and_decode(*args, **kwargs):
             action()
             return decode(*args, **kwargs)
 
-        monkeypatch.setattr(Coordinator, "decode", act_and_decode)
+        monkeypatch.setattr(load, "decode", act_and_decode)
 
     return install
 

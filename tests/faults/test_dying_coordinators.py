@@ -11,7 +11,6 @@ from warming import CHILD, TENSORS, begun
 from watching import Watched, users_of, workers_of
 
 import shmload
-from shmload._decoding.coordinator import Coordinator
 
 
 @pytest.mark.parametrize("how", ["warm", "load"])
@@ -96,15 +95,6 @@ def run_in_a_thread(action):
     thread.start()
     thread.join()
     return results[0]
-
-
-def test_workers_outlive_the_thread_that_started_them(checkpoint, configure, monkeypatch):
-    # With PR_SET_PDEATHSIG, for example, the workers would die with the thread.
-    configure(inline_nbytes=0, workers=1)
-    coordinator = run_in_a_thread(lambda: Coordinator(1))
-    monkeypatch.setattr("shmload._loading.load.Coordinator", lambda _: coordinator)
-    got = shmload.load_state_dict(checkpoint, torch.bfloat16)
-    assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
 
 
 def test_tensors_outlive_the_thread_that_loaded_them(checkpoint, configure):

@@ -1,11 +1,8 @@
 """Workers that die, stop, fail or send garbage are replaced once; then the load fails."""
 
-import contextlib
 import os
 import select
-import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import shmload
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import TensorSpec
-from shmload._decoding.worker_process import WorkerProcess
+from shmload._decoding.coordinator import Coordinator
 
 
 def assert_right(source):
@@ -218,15 +215,6 @@ def test_worker_that_sends_rubbish_is_an_error_and_no_loop(checkpoint, workers_t
     assert starts() <= 3
 
 
-def children_of_this_process():
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        # A thread of an earlier test may end meanwhile; its children become another's.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found.update(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
-    return found
-
-
 def wait_for_the_end_of(pid):
     pidfd = os.pidfd_open(pid)
     assert select.select([pidfd], [], [], 20)[0]
@@ -235,9 +223,7 @@ def wait_for_the_end_of(pid):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("how_often", ["once", "always"])
-def test_worker_that_dies_before_its_first_piece(
-    checkpoint, workers_that, before_decoding, how_often
-):
+def test_worker_that_dies_before_its_first_piece(checkpoint, workers_that, monkeypatch, how_often):
     starts = workers_that(
         f"""
         if {how_often == "always"} or is_first():
@@ -245,9 +231,14 @@ def test_worker_that_dies_before_its_first_piece(
             sys.exit(5)
         """
     )
-    others = children_of_this_process()
-    # The parent then finds a dead worker's "ready" in its socket.
-    before_decoding(lambda: wait_for_the_end_of(*children_of_this_process() - others))
+    run = Coordinator.run
+
+    def run_late(coordinator, *args):
+        # The parent then finds a dead worker's "ready" in its socket.
+        wait_for_the_end_of(coordinator._workers[0].child.pid)
+        return run(coordinator, *args)
+
+    monkeypatch.setattr(Coordinator, "run", run_late)
     if how_often == "once":
         assert_right(checkpoint)
     else:
@@ -314,23 +305,3 @@ def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
     )
     assert len(shmload.load_state_dict(path, torch.bfloat16)) == 40_000
     assert starts() == 3
-
-
-@pytest.mark.timeout(30)
-def test_worker_that_dies_when_it_is_no_longer_needed_is_no_error(
-    checkpoint, configure, monkeypatch
-):
-    forget = WorkerProcess.forget
-    lost = []
-
-    def lose_and_forget(worker, shard):
-        # The worker has the shard open and would be told now to close it.
-        os.kill(worker.child.pid, signal.SIGKILL)
-        wait_for_the_end_of(worker.child.pid)
-        lost.append(worker.child.pid)
-        forget(worker, shard)
-
-    monkeypatch.setattr(WorkerProcess, "forget", lose_and_forget)
-    configure(inline_nbytes=0, workers=1)
-    assert_right(checkpoint)
-    assert len(lost) == 1

@@ -215,12 +215,12 @@ def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, config
     save_file({"a": torch.ones(8_000_000)}, path)
     configure(inline_nbytes=0, workers=1)
     code = (
-        "from shmload._decoding.coordinator import Coordinator\n"
-        "decode = Coordinator.decode\n"
+        "from shmload._loading import load\n"
+        "decode = load.decode\n"
         "def fill_and_decode(*args, **kwargs):\n"
         "    report(0, 0)\n"
         "    return decode(*args, **kwargs)\n"
-        "Coordinator.decode = fill_and_decode\n"
+        "load.decode = fill_and_decode\n"
     )
     code = TRY.replace("try:\n    shmload.warm", f"{code}try:\n    shmload.warm")
     said, left = in_small_shm("-c", code, path, "fill").stdout.splitlines()

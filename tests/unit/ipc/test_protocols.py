@@ -86,7 +86,7 @@ WRONG = {
     "kind that is not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
     "no kind": b"\x80",
     "a field and no kind": b"\x81\xa5shard\x01",
-    "kind twice": b"\x82\xa4type\xa4Open\xa4type\xa5Close",
+    "kind twice": b"\x82\xa4type\xa4Open\xa4type\xa4Fill",
     "kind as number": b"\x81\xa4type\x01",
     "number as text": b"\x82\xa4type\xa4Open\xa5shard\xa11",
     "array without end": _HEAD + b"\xdd" + HUGE + b"\xa1a",
@@ -97,12 +97,12 @@ WRONG = {
     "extension": _HEAD + b"\xc9" + HUGE + b"\x01a",
     "text that is not UTF-8": _HEAD + b"\x91\xa2\xff\xfe",
     "nesting without end": _HEAD + b"\x91" * 200_000,
-    "nesting in a field that is unknown": b"\x82\xa4type\xa5Close\xa1x" + b"\x91" * 200_000,
-    "maps in a field that is unknown": b"\x82\xa4type\xa5Close\xa1x" + b"\x81\xa1a" * 200_000,
+    "nesting in a field that is unknown": b"\x82\xa4type\xa4Fill\xa1x" + b"\x91" * 200_000,
+    "maps in a field that is unknown": b"\x82\xa4type\xa4Fill\xa1x" + b"\x81\xa1a" * 200_000,
     "a number above 64 bits": b"\x82\xa4type\xa9BytesRead\xa6nbytes\xc4\x09" + b"\xff" * 9,
     "a fraction": b"\x82\xa4type\xa9BytesRead\xa6nbytes\xcb\x3f\xf8" + bytes(6),
     "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
-    "two messages in one": body(workers.Close(1)) * 2,
+    "two messages in one": body(workers.Open(1, 1)) * 2,
 }
 
 
