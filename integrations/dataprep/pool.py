@@ -120,8 +120,6 @@ class Pool:
         """
         if (owner := self._server.setup.owner) != os.getpid():
             raise ArgumentError(f"this job belongs to process {owner}; make another one here")
-        if self._is_closed:
-            raise ArgumentError("this job is closed; make another one")
         if self._is_running:
             raise ArgumentError("this job is at another map; end that first, or make another job")
         self._is_running, self._done = True, 0
@@ -144,6 +142,8 @@ class Pool:
 
     def _hand_out(self, function: bytes, take: Callable[[int], Task | None]) -> bool:
         """Give tasks to processes that have none; return whether any has one."""
+        if self._is_closed:
+            raise ArgumentError("this job is closed; make another one")
         idle = [runner for runner in self._runners if not runner.task]
         while idle or len(self._runners) < self._count:
             task = self._again.popleft() if self._again else take(idle[-1].batch if idle else 1)

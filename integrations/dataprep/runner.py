@@ -65,7 +65,7 @@ class Entry(NamedTuple):
             parcels: list[Parcel] = []
             is_quick = False
             try:
-                call = call or _noted(caller(pipe, pickle.loads(pickled), self.setup), memory)
+                call = call or caller(pipe, pickle.loads(pickled), self.setup, memory)
                 if shard:
                     parcels.append(dump(write_shard(shard, rows, call), memory))
                 else:
@@ -86,7 +86,9 @@ def _tell(
         os._exit(1)
 
 
-def caller(pipe: Any, function: Function, setup: Setup) -> Callable[[Row], Any]:
+def caller(
+    pipe: Any, function: Function, setup: Setup, memory: Memory | None = None
+) -> Callable[[Row], Any]:
     """Return what calls a job's function, without gradients and with seeded generators.
 
     So a result depends on the item and its number alone, not on the process or the order.
@@ -95,42 +97,33 @@ def caller(pipe: Any, function: Function, setup: Setup) -> Callable[[Row], Any]:
         pipe: the pipeline, or None.
         function: of the job.
         setup: of the job.
+        memory: where each item that is begun is noted, if this process is one of a job.
     """
     is_on_cpu = setup.device == "cpu"
+    this = os.getpid()
 
     def call(row: Row) -> Any:
+        if memory:
+            memory.note(row.number, memory.notes[1] + 1)
+        if row.refusal or row.killed:
+            raise JobError(row.refusal or row.killed)
         digest = blake2b(f"{setup.seed}/{row.number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed & 0xFFFFFFFF)
-        if row.refusal or row.killed:
-            raise JobError(row.refusal or row.killed)
         item = pickle.loads(row.item)
         torch = sys.modules.get("torch")
-        if torch is None:
-            return function(pipe, item)
-        # `torch.manual_seed` takes 0.2 ms, for devices that are not in use.
-        (torch.default_generator if is_on_cpu else torch).manual_seed(seed)
-        with torch.no_grad():
-            return function(pipe, item)
-
-    return call
-
-
-def _noted(call: Callable[[Row], Any], memory: Memory) -> Callable[[Row], Any]:
-    """Return what notes each item that it begins, and returns in this process alone."""
-    this = os.getpid()
-
-    def noted(row: Row) -> Any:
-        memory.note(row.number, memory.notes[1] + 1)
+        if torch:  # `torch.manual_seed` takes 0.2 ms, for devices that are not in use
+            (torch.default_generator if is_on_cpu else torch).manual_seed(seed)
         try:
-            return call(row)
+            with torch.no_grad() if torch else contextlib.nullcontext():
+                return function(pipe, item)
         finally:
             if os.getpid() != this:  # forked by the function, which has returned there too
                 os._exit(0)
 
-    return noted
+    return call
 
 
 def _compute(

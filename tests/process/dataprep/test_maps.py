@@ -279,11 +279,13 @@ def test_second_map_at_the_same_time_is_refused(job):
 
 def test_closed_job_is_refused(job):
     made = job()
-    list(made.map(same, [1]))
+    begun = made.map(same, range(100))
+    next(begun)
     made.close()
     made.close()
-    with pytest.raises(shmload.ArgumentError, match="is closed"):
-        list(made.map(same, [1]))
+    for found in (begun, made.map(same, [1])):
+        with pytest.raises(shmload.ArgumentError, match="is closed"):
+            list(found)
 
 
 def test_job_in_a_forked_child_is_refused_and_goes_on_in_the_parent(job):
