@@ -19,7 +19,14 @@ from shmload._checkpoints.remote import (
     RemoteObject,
     pointed_object,
 )
-from shmload._host.reading import MAX_READERS, PLAIN, READ_NBYTES, Reading, choose_reading
+from shmload._host.reading import (
+    MAX_READERS,
+    PLAIN,
+    READ_NBYTES,
+    Reading,
+    choose_reading,
+    open_direct,
+)
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
 
@@ -134,7 +141,7 @@ class Source(NamedTuple):
 
 
 def examine_source(fd: int, workers: int) -> Source:
-    """Choose how one of some workers reads a shard; reads 1 or 3 MiB of it unless it is in memory.
+    """Choose how one of some workers reads a shard.
 
     Args:
         fd: descriptor of the shard.
@@ -146,10 +153,7 @@ def examine_source(fd: int, workers: int) -> Source:
     pointed = pointed_object(fd)
     if pointed:
         return Source(fd, pointed=pointed)
-    # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
-    from shmload._host.reading import examine, open_direct
-
-    reading = choose_reading(examine(fd), workers)
+    reading = choose_reading(fd, workers)
     return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
 
 

@@ -1,52 +1,86 @@
-"""How a file is read follows from what is known about it."""
+"""How a file is read follows from where it lies and what of it is in memory."""
+
+import os
 
 import pytest
 
-from shmload._host.reading import MAX_READERS, Facts, choose_reading
+from shmload._host import procfs, reading
+from shmload._host.procfs import FileSystem
+from shmload._host.reading import (
+    MAX_READERS,
+    PLAIN,
+    READ_NBYTES,
+    Reading,
+    cached_part,
+    choose_reading,
+    is_rotational,
+    open_direct,
+)
 
-_GB = 10**9
+_NBYTES = 8 * READ_NBYTES
 
 
-def _facts(**known):
-    return Facts(**{"nbytes": _GB, "cached": 0.0} | known)
+@pytest.fixture
+def fd(tmp_path):
+    path = tmp_path / "shard"
+    path.write_bytes(os.urandom(_NBYTES))
+    opened = os.open(path, os.O_RDWR)
+    os.fsync(opened)
+    yield opened
+    os.close(opened)
 
 
 @pytest.mark.parametrize(
-    ("facts", "workers", "readers", "is_direct", "why"),
+    ("kind", "cached", "is_turning", "workers", "wanted"),
     [
-        # At hand: nothing to gain.
-        (_facts(nbytes=1 << 20), 1, 0, False, "small"),
-        (_facts(kind="tmpfs"), 1, 0, False, "in memory"),
-        (_facts(cached=1.0, kind="ext4"), 1, 0, False, "in memory"),
-        (_facts(cached=0.9, kind="nfs4", is_remote=True), 1, 0, False, "in memory"),
-        (_facts(cached=None, kind="overlay", read_s=0.0002), 1, 0, False, "as fast as memory"),
-        # What could not be measured is read as ever.
-        (_facts(kind="ext4"), 1, 0, False, "failed"),
-        # A fast disk: past the page cache, also if the kernel believes that it turns.
-        (_facts(kind="ext4", has_direct=True, read_s=0.0005), 1, 4, True, "0.5 ms"),
-        (
-            _facts(kind="ext4", has_direct=True, read_s=0.0005, is_rotational=True),
-            1,
-            4,
-            True,
-            "faster than filling the page cache",
-        ),
-        (_facts(kind="ext4", has_direct=True, read_s=0.0001), 1, 4, True, "0.1 ms"),
-        (_facts(cached=None, kind="overlay", has_direct=True, read_s=0.0005), 4, 4, True, ""),
-        (_facts(kind="zfs", read_s=0.0005), 1, 4, False, "0.5 ms"),
-        # A slow one: the page cache keeps what took so long.
-        (_facts(kind="ext4", has_direct=True, read_s=0.002), 1, 5, False, "saves the next load"),
-        (_facts(kind="ext4", has_direct=True, read_s=0.002), 4, 4, False, "saves the next load"),
-        (_facts(kind="ext4", read_s=0.008, is_rotational=True), 2, 1, False, "turns"),
-        # Latency: as many reads as hide it, among all workers.
-        (_facts(kind="fuse.s3fs", is_remote=True, has_direct=True, read_s=0.0102), 1, 25, True, ""),
-        (_facts(kind="fuse.s3fs", is_remote=True, has_direct=True, read_s=0.0102), 4, 7, True, ""),
-        (_facts(kind="fuse", is_remote=True, read_s=0.0102), 1, 25, False, "saves the next load"),
-        (_facts(kind="nfs4", is_remote=True, has_direct=True, read_s=2), 1, MAX_READERS, True, ""),
-        (_facts(kind="nfs4", is_remote=True, has_direct=True, read_s=0.0), 1, 4, True, "remote"),
+        ("tmpfs", 0.0, False, 1, PLAIN),
+        ("ext4", 1.0, False, 1, PLAIN),
+        ("nfs4", 0.9, False, 1, PLAIN),
+        ("ext4", 0.1, False, 4, Reading(4, False)),
+        ("overlay", None, False, 1, Reading(4, False)),
+        ("ext4", 0.0, True, 2, Reading(1, False)),
+        ("nfs4", 0.0, False, 1, Reading(MAX_READERS, True)),
+        ("fuse.s3fs", None, False, 4, Reading(MAX_READERS // 4, True)),
+        ("fuse.s3fs", None, False, 32, Reading(4, True)),
     ],
 )
-def test_reading_follows_from_the_facts(facts, workers, readers, is_direct, why):
-    reading = choose_reading(facts, workers)
-    assert (reading.readers, reading.is_direct) == (readers, is_direct)
-    assert why in reading.why
+def test_reading_follows_from_the_place(fd, monkeypatch, kind, cached, is_turning, workers, wanted):
+    monkeypatch.setattr(procfs, "file_system", lambda device: FileSystem(kind, ()))
+    monkeypatch.setattr(reading, "cached_part", lambda fd, nbytes: cached)
+    monkeypatch.setattr(reading, "is_rotational", lambda device: is_turning)
+    assert choose_reading(fd, workers) == wanted
+    os.ftruncate(fd, READ_NBYTES)
+    assert choose_reading(fd, workers) == PLAIN
+
+
+def test_file_in_memory_is_told_from_one_on_the_disk(fd):
+    if cached_part(fd, _NBYTES) is None:
+        pytest.skip("this kernel does not tell what is in the page cache")
+    assert cached_part(fd, _NBYTES) == cached_part(fd, 0) == 1
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_part(fd, _NBYTES) != 0:
+        pytest.skip("the kernel keeps the file in memory")
+
+
+def test_descriptor_for_direct_reads_reads_the_same_file(fd):
+    direct = open_direct(fd)
+    if direct is None:
+        pytest.skip("this file system has no O_DIRECT")
+    try:
+        assert os.fstat(direct).st_ino == os.fstat(fd).st_ino
+    finally:
+        os.close(direct)
+
+
+def test_disk_that_turns_is_known_by_itself_and_by_a_partition(tmp_path):
+    disk = tmp_path / "sda"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "queue" / "rotational").write_text("1\n")
+    (disk / "sda1").mkdir()
+    links = tmp_path / "block"
+    links.mkdir()
+    (links / "8:0").symlink_to(disk)
+    (links / "8:1").symlink_to(disk / "sda1")
+    assert is_rotational(os.makedev(8, 0), links)
+    assert is_rotational(os.makedev(8, 1), links)
+    assert not is_rotational(os.makedev(0, 40), links)

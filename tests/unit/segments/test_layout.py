@@ -121,7 +121,7 @@ def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
     _tensors,
     _targets,
     st.sets(st.text("abc.", min_size=1, max_size=2)),
-    st.sampled_from([PLAIN, Reading(2, False, "")]),
+    st.sampled_from([PLAIN, Reading(2, False)]),
 )
 def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(
     described, target, exceptions, reading

@@ -14,7 +14,7 @@ from shmload.workers.messages import Reason
 from shmload.workers.reader import FillError, Reader, Source, examine_source
 
 _NBYTES = 5 * READ_NBYTES + 1234
-_AHEAD = Reading(3, False, "")
+_AHEAD = Reading(3, False)
 
 
 @pytest.fixture(scope="module")
