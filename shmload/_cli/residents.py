@@ -64,8 +64,7 @@ def list_command(is_long: bool, as_json: bool) -> None:
     print_page(found.page(with_ids=is_long))
     if is_long and found:
         click.echo()
-        ids = {info.name: model.id for model in found for info in model.segments}
-        print_page(Segments(info for model in found for info in model.segments).page(ids))
+        print_page(Segments(info for model in found for info in model.segments).page())
 
 
 def _pinning(verb: str, change: Callable[..., list[SegmentInfo]], text: str) -> click.Command:

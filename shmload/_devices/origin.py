@@ -21,10 +21,10 @@ from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
 from shmload._host.memory import PAGE_NBYTES, populate
 from shmload._host.pagemap import has_own_pages
-from shmload._host.procfs import Mapping, mappings
+from shmload._host.procfs import Mapping, cgroup_limit_nbytes, mappings
 from shmload._host.shm import reopen
 from shmload._runtimes.runtime import Runtime, say_once
-from shmload._segments.users import page_lock_limit
+from shmload._settings import settings
 from shmload._wording import format_nbytes
 
 # Tensors that are no further apart are locked together.
@@ -67,8 +67,14 @@ class Budget:
 
 @functools.cache
 def own_budget() -> Budget:
-    """Return this process's budget for weights that wait."""
-    return Budget(page_lock_limit())
+    """Return this process's budget for weights that wait.
+
+    By default it is half of the memory that the machine has, or this process's control groups.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
+    half = min(machine, cgroup_limit_nbytes() or machine) // 2
+    chosen = settings().page_locked
+    return Budget(half if chosen is None else chosen)
 
 
 class Origin:

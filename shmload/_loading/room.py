@@ -121,4 +121,4 @@ def _parts_nbytes() -> int:
 
     This load's own parts have no length yet.
     """
-    return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name, patience_s=0))
+    return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name))

@@ -131,7 +131,8 @@ def warm(
         require_read(found, wanted)
         with complete_load(found, rules, counter, Stay.RESIDENT, workers, verify) as load:
             held = load.holdings.segments()
-            move_pins(held, are_pinned=not keep_for_s)
+            if not keep_for_s:
+                move_pins(held)
             for segment in held:
                 if pin:
                     segment.pin()

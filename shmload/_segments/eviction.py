@@ -8,7 +8,6 @@ pinned ones never.
 
 import errno
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,24 +22,13 @@ from shmload._host.shm import (
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.names import part_names
 from shmload._segments.removal import remove_idle, remove_leftovers
-from shmload._wording import count_of, format_nbytes, logger_of
+from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 logger = logger_of(__name__)
 
 # Left for page tables and the workers themselves (about 40 MB each).
 _MARGIN_NBYTES = 64 << 20
-
-
-class _Limit(NamedTuple):
-    """One limit on segments; sizes in bytes."""
-
-    error: type[CapacityError]
-    free: int
-    kept: int
-    """How much of `free` is not for new segments."""
-    name: str
-    remedy: str
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -65,50 +53,41 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
         SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
     """
-    for limit in _limits() if nbytes else ():
-        left = max(0, limit.free + evictable - limit.kept)
+    for error, room, limit, remedy in _limits() if nbytes else ():
+        left = max(0, room + evictable)
         if nbytes > left:
-            raise limit.error(
-                lack_of_room(nbytes, left, limit.name, limit.remedy),
+            raise error(
+                lack_of_room(nbytes, left, limit, remedy),
                 needed=nbytes,
                 available=left,
-                limit=limit.name,
+                limit=limit,
                 errno=errno.ENOSPC,
             )
 
 
 def room_nbytes() -> int:
     """Return the room for new segments, in bytes; negative if the margin is used already."""
-    return min(limit.free - limit.kept for limit in _limits())
+    return min(room for _, room, _, _ in _limits())
 
 
-def _limits() -> Iterator[_Limit]:
+def _limits() -> Iterator[tuple[type[CapacityError], int, str, str]]:
+    """Yield each limit on segments: its error, the room for new ones, its name and the remedy."""
     promised = unwritten_nbytes(part_names())  # to the parts of other loads
-    yield _Limit(
+    yield (
         SharedMemoryFull,
-        max(0, shm_free_nbytes() - promised),
-        0,
+        shm_free_nbytes() - promised,
         "/dev/shm",
         "free some with `shmload rm` or `shmload gc`; or remove what others have there (`du -ah "
         f"/dev/shm | sort -h | tail`); or enlarge it, {format_nbytes(shm_total_nbytes())}: `mount "
         "-o remount,size=90% /dev/shm`, `docker run --shm-size`, or an emptyDir of medium Memory",
     )
-    group_free = cgroup_free_nbytes()
-    if group_free is not None:
-        yield _Limit(
-            MemoryLimitExceeded,
-            group_free,
-            promised + _MARGIN_NBYTES,
-            "the memory control group",
-            "raise the container's memory limit",
-        )
-    yield _Limit(
-        MemoryLimitExceeded,
-        machine_free_nbytes(),
-        promised + _MARGIN_NBYTES,
-        "the machine's memory",
-        "free some with `shmload rm` or stop a process",
-    )
+    kept = promised + _MARGIN_NBYTES
+    of_group = cgroup_free_nbytes()
+    if of_group is not None:
+        remedy = "raise the container's memory limit"
+        yield MemoryLimitExceeded, of_group - kept, "the memory control group", remedy
+    remedy = "free some with `shmload rm` or stop a process"
+    yield MemoryLimitExceeded, machine_free_nbytes() - kept, "the machine's memory", remedy
 
 
 def choose_victims(
@@ -148,8 +127,12 @@ def choose_victims(
         freed += info.nbytes
     if budget and freed < over:
         available = max(0, nbytes - (over - freed))
-        remedy = _remedy(found, nbytes, budget)
-        raise no_room(nbytes, available, budget.name, remedy)
+        ways = (
+            "end processes that use models (`shmload ls`), or unpin models (`shmload unpin`), or "
+            if nbytes <= budget.nbytes
+            else f"the load is larger than the whole budget of {format_nbytes(budget.nbytes)}: "
+        )
+        raise no_room(nbytes, available, budget.name, ways + budget.remedy)
     return victims
 
 
@@ -175,20 +158,6 @@ def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
             going.append(info)
             gone.add(info.needs_as)
     return going
-
-
-def _remedy(found: Iterable[SegmentInfo], nbytes: int, budget: Budget) -> str:
-    """Return what can help a load that the budget refuses."""
-    if nbytes > budget.nbytes:
-        whole = format_nbytes(budget.nbytes)
-        return f"the load is larger than the whole budget of {whole}: {budget.remedy}"
-    staying = list(found)
-    leased = count_of(sum(info.is_leased for info in staying), "segment")
-    pinned = count_of(sum(info.is_pinned for info in staying), "segment")
-    return (
-        f"end processes that use models (`shmload ls`: {leased} in use), or unpin models "
-        f"(`shmload unpin`: {pinned} pinned), or {budget.remedy}"
-    )
 
 
 def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:

@@ -52,11 +52,6 @@ class Lease:
             _, give_back, (fd, name), _ = found
             give_back(fd, name)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is not released yet."""
-        return self._closing.alive
-
     def open_again(self) -> int | None:
         """Return a descriptor of the segment without a lease, the caller's; None after `close`."""
         found = self._closing.peek()

@@ -5,23 +5,20 @@ The names in /dev/shm are the only registry; each segment's header says what it 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, try_lock
-from shmload._host.procfs import mappers
 from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata
-from shmload._segments.names import segment_names, short_id
-from shmload._segments.segment import Segment, peek
+from shmload._segments.names import part_names, short_id
+from shmload._segments.segment import Segment, open_segments
+from shmload._segments.users import users_of
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_nbytes, format_time
 from shmload.errors import SegmentCorrupt
-
-# What a segment of a built object says, in words.
-_KEEPS = {"whole": "what a load builds", "models": "the models that a load builds"}
 
 
 class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
@@ -33,6 +30,8 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
     name: str
     nbytes: int
     """Size of the segment, in bytes."""
+    done_nbytes: int = 0
+    """How much of it is filled, in bytes."""
     is_leased: bool
     """Whether some process is attached, or maps it without being attached."""
     is_current: bool
@@ -61,29 +60,22 @@ class SegmentInfo(Metadata, frozen=True, kw_only=True, omit_defaults=False):
 class Segments(Listing[SegmentInfo]):
     """The resident segments, as a list that is printed as a table."""
 
-    def page(self, models: Mapping[str, str] | None = None) -> Page:
-        """Return a row for each segment, and the totals.
-
-        Args:
-            models: the id of the model that each segment is of, to begin each row with, and to
-                leave out the model's folder in the path; None for neither.
-        """
+    def page(self) -> Page:
+        """Return a row for each segment, and the totals."""
         rows = [
             (
-                *([models[info.name]] if models else []),
+                info.model or "-",
                 short_id(info.name),
                 format_nbytes(info.nbytes),
                 info.dtype or info.conversion,
                 _state(info),
-                _path(info, is_short=models is not None)
+                (info.source.removeprefix(f"{info.root}/") if info.root else info.source)
                 + ("" if info.is_current else " (changed since)"),
             )
             for info in self
         ]
-        names = ("SEGMENT", "SIZE", "DTYPE", "STATE", "SOURCE")
-        titles = ("ID", *names) if models else names
-        size = titles.index("SIZE")
-        return Page((Table(titles=titles, rows=rows, right=(size,)), amount_of(self)))
+        titles = ("MODEL", "SEGMENT", "SIZE", "DTYPE", "STATE", "FILE")
+        return Page((Table(titles=titles, rows=rows, right=(2,)), amount_of(self)))
 
 
 def amount_of(found: Sequence[SegmentInfo]) -> str:
@@ -99,65 +91,57 @@ def segments() -> Segments:
     is the table of `shmload ls --long`. If some have no lease, the mappings of this user's
     processes are read: 0.1 to 1 ms for each process.
     """
-    found = _list()
-    mapped = mappers([inode for info, inode in found if not info.is_leased])
+    found = segments_by_lock()
+    used = users_of(info.name for info in found if not info.is_leased)
     return Segments(
-        msgspec.structs.replace(info, is_leased=True) if inode in mapped else info
-        for info, inode in found
+        msgspec.structs.replace(info, is_leased=True) if info.name in used else info
+        for info in found
     )
 
 
 def segments_by_lock() -> list[SegmentInfo]:
     """List them as `segments` does, without a look at mappings: only a lease counts as use."""
-    return [info for info, _ in _list()]
+    found = []
+    for segment in open_segments():
+        # Hold no lock here: a process releasing the last lease would mistake it for another.
+        info = _describe(segment)
+        if segment.has_name:
+            found.append(info)
+    needing: dict[str, list[str]] = {}
+    for info in found:
+        for name in info.needs:
+            needing.setdefault(name, []).append(info.needs_as)
+    current = {info.name for info in found if info.is_current}
+    return [
+        msgspec.structs.replace(
+            info,
+            needed_by=tuple(needing.get(info.name, ())),
+            # What a load has built is as current as what it needs.
+            is_current=info.is_current and (not info.kept or current.issuperset(info.needs)),
+        )
+        for info in sorted(found, key=lambda info: (info.created_at, info.name))
+    ]
+
+
+def parts_under_way() -> list[SegmentInfo]:
+    """List what is being decoded by processes of this user, and has its header already."""
+    found = [_describe(part) for part in open_segments(part_names())]
+    return [info for info in found if info.is_leased and info.source]
 
 
 def names_by_inode() -> dict[Inode, str]:
     """Return the names of this user's segments by their files."""
-    found = {}
-    for segment in filter(None, map(peek, segment_names())):
-        with segment:
-            found[segment.inode] = segment.name
-    return found
+    return {segment.inode: segment.name for segment in open_segments()}
 
 
 def publications_by_segment() -> dict[str, list[str]]:
     """Return the segments of the publications that need a segment, by its name."""
     found: dict[str, list[str]] = {}
-    for segment in filter(None, map(peek, segment_names())):
-        with segment:
-            metadata = read_metadata(segment.fd)
-            for name in metadata.needs if metadata else ():
-                found.setdefault(name, []).append(segment.name)
+    for segment in open_segments():
+        metadata = read_metadata(segment.fd)
+        for name in metadata.needs if metadata else ():
+            found.setdefault(name, []).append(segment.name)
     return found
-
-
-def _list() -> list[tuple[SegmentInfo, Inode]]:
-    found = []
-    for segment in filter(None, map(peek, segment_names())):
-        with segment:
-            # Hold no lock here: a process releasing the last lease would mistake it for another.
-            info = _describe(segment)
-            if segment.has_name:
-                found.append((info, segment.inode))
-    needing: dict[str, list[str]] = {}
-    for info, _ in found:
-        for name in info.needs:
-            needing.setdefault(name, []).append(info.needs_as)
-    current = {info.name for info, _ in found if info.is_current}
-    found = [
-        (
-            msgspec.structs.replace(
-                info,
-                needed_by=tuple(needing.get(info.name, ())),
-                # What a load has built is as current as what it needs.
-                is_current=info.is_current and (not info.kept or current.issuperset(info.needs)),
-            ),
-            inode,
-        )
-        for info, inode in found
-    ]
-    return sorted(found, key=lambda item: (item[0].created_at, item[0].name))
 
 
 def _describe(segment: Segment) -> SegmentInfo:
@@ -166,13 +150,15 @@ def _describe(segment: Segment) -> SegmentInfo:
     except SegmentCorrupt:
         metadata = Metadata(conversion="corrupt")
     identity = metadata.identity.removesuffix(BUILT_SUFFIX)
+    found = os.fstat(segment.fd)
     return SegmentInfo(
         **msgspec.structs.asdict(metadata),
         name=segment.name,
-        nbytes=segment.nbytes,
+        nbytes=found.st_size,
+        done_nbytes=min(found.st_size, 512 * found.st_blocks),  # stat(2): units of 512 bytes
         is_leased=not try_lock(segment.fd, exclusive=True),
         is_current=_is_of(metadata.source, identity),
-        used_at=os.fstat(segment.fd).st_mtime,
+        used_at=found.st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,
     )
@@ -188,11 +174,6 @@ def _is_of(path: str, identity: str) -> bool:
         return False
 
 
-def _path(info: SegmentInfo, *, is_short: bool) -> str:
-    """Return the path of a segment's file; a short one begins at its model's folder."""
-    return info.source.removeprefix(f"{info.root}/") if is_short and info.root else info.source
-
-
 def _state(info: SegmentInfo) -> str:
     """Write what keeps a segment from being evicted, or `idle`."""
     is_limited = bool(info.keep_for_s) and not info.is_pinned
@@ -202,6 +183,6 @@ def _state(info: SegmentInfo) -> str:
         ("pinned", info.is_pinned),
         (f"needed by {', '.join(info.needed_by)}", bool(info.needed_by)),
         (f"kept for {format_time(info.keep_for_s)}", is_limited),
-        (f"keeps {_KEEPS.get(info.kept, info.kept)}", bool(info.kept)),
+        (f"keeps what was built: {info.kept}", bool(info.kept)),
     )
     return ", ".join(word for word, is_so in states if is_so)

@@ -22,7 +22,6 @@ from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.identity import identify
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
-from shmload._version import __version__
 
 _IN_HUB_CACHE = re.compile(r".*/models--(?P<id>[^/]+)/snapshots/[^/]+", re.DOTALL)
 _KEY = "shmload"
@@ -97,8 +96,6 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """torch's name of the dtype that its floats got; if it is `raw`, of most of its bytes."""
     created_at: float = 0.0
     """Seconds since the epoch."""
-    creator: str = ""
-    """Version and process that decoded it."""
     digest: str = ""
     """XXH3-128 of the XXH3-128 of each 64 MiB of its data; empty while it is not complete."""
     keep_for_s: int = 0
@@ -131,7 +128,6 @@ def make_metadata(
         identity=identity,
         conversion=conversion,
         created_at=round(time.time(), 3),
-        creator=f"shmload {__version__} pid {os.getpid()}",
         needs=needs,
     )
 

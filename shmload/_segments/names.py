@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 
 from shmload._checkpoints.identity import Identity
@@ -26,8 +25,8 @@ from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 FORMAT_VERSION = 3
 """Raised whenever a segment's layout or conversion changes: old segments are then not found."""
 
-_POLL_S = 0.005
 _KEY_NBYTES = 15
+_KEY = re.compile(f"[0-9a-f]{{{2 * _KEY_NBYTES}}}")
 _SHORT_NCHARS = 8
 _PART_SUFFIX = ".part"
 _VIEW_INFIX = "view-"
@@ -97,29 +96,23 @@ def name_prefix() -> str:
 
 def segment_names() -> Iterator[str]:
     """List the names of the segments that are there now."""
-    pattern = _pattern_of_segments()
-    return (name for name in shm_names() if pattern.fullmatch(name))
+    return filter(_is_of_segment, shm_names())
 
 
 def part_names() -> Iterator[str]:
     """List the names of the parts that are there now."""
-    pattern = _pattern_of_segments()
-    return (n for n in _names_like_parts() if pattern.fullmatch(n.removesuffix(_PART_SUFFIX)))
+    return (n for n in unfinished_names() if _is_of_segment(n.removesuffix(_PART_SUFFIX)))
 
 
-def lock_names() -> Iterator[str]:
-    """List the names that are there for a lock alone; most are held."""
-    pattern = _pattern_of_segments()
-    return (n for n in _names_like_parts() if not pattern.fullmatch(n.removesuffix(_PART_SUFFIX)))
-
-
-def _pattern_of_segments() -> re.Pattern[str]:
-    return re.compile(f"{re.escape(name_prefix())}[0-9a-f]{{{2 * _KEY_NBYTES}}}")
-
-
-def _names_like_parts() -> Iterator[str]:
+def unfinished_names() -> Iterator[str]:
+    """List the names of parts, and those that are there for a lock alone."""
     prefix = name_prefix()
     return (n for n in shm_names() if n.startswith(prefix) and n.endswith(_PART_SUFFIX))
+
+
+def _is_of_segment(name: str) -> bool:
+    prefix = name_prefix()
+    return name.startswith(prefix) and _KEY.fullmatch(name, len(prefix)) is not None
 
 
 def view_names() -> Iterator[str]:
@@ -155,20 +148,3 @@ def try_turn(what: str) -> Iterator[bool]:
                 shm_unlink(name)
     finally:
         close(fd)
-
-
-@contextlib.contextmanager
-def wait_turn(what: str, timeout_s: float) -> Iterator[bool]:
-    """Do as `try_turn`, and wait for other processes.
-
-    Args:
-        what: as for `lock_name`.
-        timeout_s: how long to wait, in seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with try_turn(what) as is_mine:
-            if is_mine or time.monotonic() >= deadline:
-                yield is_mine
-                return
-        time.sleep(_POLL_S)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from shmload._checkpoints.wanted import SCHEME
 from shmload._segments.metadata import read_metadata
-from shmload._segments.names import publication_name, segment_names
+from shmload._segments.names import publication_name
 from shmload._segments.part import Part, acquire
-from shmload._segments.segment import Segment, attach, peek
+from shmload._segments.segment import Segment, attach, open_segments
 from shmload._wording import nearest
 from shmload.errors import ArgumentError, SegmentNotFound
 
@@ -54,11 +54,10 @@ class Publication(NamedTuple):
     def versions(self) -> dict[int, str]:
         """Return the segments of all versions of the name, the oldest first."""
         found = {}
-        for segment in filter(None, map(peek, segment_names())):
-            with segment:
-                metadata = read_metadata(segment.fd)
-                if metadata and metadata.source.startswith(f"{SCHEME}{self.name}@"):
-                    found[Publication.parse(metadata.source).version or 0] = segment.name
+        for segment in open_segments():
+            metadata = read_metadata(segment.fd)
+            if metadata and metadata.source.startswith(f"{SCHEME}{self.name}@"):
+                found[Publication.parse(metadata.source).version or 0] = segment.name
         return dict(sorted(found.items()))
 
     def newest(self) -> "Publication":

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from shmload._host.descriptors import try_lock, unlock, wait_lock
+from shmload._host.descriptors import try_lock, unlock
 from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
 from shmload._segments.listing import publications_by_segment, segments_by_lock
-from shmload._segments.names import lock_names, part_names, segment_names
+from shmload._segments.names import segment_names, unfinished_names
 from shmload._segments.segment import Segment, attach, peek
 from shmload._segments.view import remove_dead_views
 from shmload._wording import logger_of
@@ -70,8 +70,7 @@ def attached(name: str) -> Iterator[Segment | None]:
 def remove_leftovers() -> list[str]:
     """Remove what dead processes left: parts, shared segments, views. Return the names."""
     # No process lists parts, so a process that holds one is building it: do not wait.
-    unfinished = [*part_names(), *lock_names()]
-    parts = [name for name in unfinished if remove_if_free(name, patience_s=0)]
+    parts = [name for name in unfinished_names() if remove_if_free(name)]
     shared = [name for name in segment_names() if _ask(name, _is_shared)]
     return [
         *parts,
@@ -123,21 +122,21 @@ def remove_idle(
     return look
 
 
-def remove_if_free(
-    name: str, patience_s: float = 0.2, *, condition: Condition = lambda segment: True
-) -> bool:
+def remove_if_free(name: str, condition: Condition = lambda segment: True) -> bool:
     """Remove a part or segment unless a process holds it; return whether it was removed.
 
     Args:
         name: of it.
-        patience_s: how long to wait for its lock, in seconds; a listing holds each for a moment.
         condition: whether it is to go, whatever was seen earlier.
     """
-    with _hold(name, patience_s) as segment:
-        is_over = segment is not None and condition(segment)
+
+    def remove(segment: Segment) -> bool:
+        is_over = _is_free(segment) and condition(segment)
         if is_over:
             shm_unlink(name)
-    return is_over
+        return is_over
+
+    return bool(_ask(name, remove))
 
 
 def remove_if_unused(name: str) -> bool:
@@ -145,13 +144,17 @@ def remove_if_unused(name: str) -> bool:
 
     A segment that has been made resident stays.
     """
-    return remove_if_free(name, 0, condition=_is_shared)
+    return remove_if_free(name, _is_shared)
 
 
 def is_free(name: str) -> bool:
     """Tell whether a segment or part exists and no process holds it."""
-    with _hold(name) as segment:
-        return segment is not None
+    return bool(_ask(name, _is_free))
+
+
+def _is_free(segment: Segment) -> bool:
+    """Take the exclusive lock of a segment or part if it is free and still has its name."""
+    return try_lock(segment.fd, exclusive=True) and segment.has_name
 
 
 @contextlib.contextmanager
@@ -189,22 +192,6 @@ def _hold_free(names: Iterable[str], patience_s: float, look: Look) -> Iterator[
             time.sleep(_LOCK_POLL_S)
         look.locked.extend(segment.name for segment in waiting)
         yield [segment for segment in held if segment.has_name]
-
-
-@contextlib.contextmanager
-def _hold(name: str, patience_s: float = 0.2) -> Iterator[Segment | None]:
-    """Hold the exclusive lock of a segment or part.
-
-    Yields:
-        It; None if it does not exist or a process holds it.
-    """
-    segment = peek(name)
-    if segment is None:
-        yield None
-        return
-    with segment:
-        is_mine = wait_lock(segment.fd, exclusive=True, timeout_s=patience_s) and segment.has_name
-        yield segment if is_mine else None
 
 
 def remove_expired() -> list[str]:

@@ -15,7 +15,7 @@ import enum
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shmload._checkpoints.formats.safetensors import read_header
 from shmload._checkpoints.header import Header
@@ -28,7 +28,7 @@ from shmload._segments.metadata import (
     read_metadata,
     write_keep_for,
 )
-from shmload._segments.names import wait_turn
+from shmload._segments.names import segment_names, try_turn
 from shmload.errors import (
     SegmentCorrupt,
     SegmentTimeout,
@@ -43,6 +43,7 @@ PINNED = stat.S_ISVTX
 
 # A change takes microseconds: only a process that was stopped in the middle takes longer.
 _TIMEOUT_S = 10.0
+_POLL_S = 0.005
 
 
 def is_shared(found: os.stat_result) -> bool:
@@ -61,29 +62,18 @@ def changing_mode(what: str) -> Iterator[None]:
         SegmentTimeout: another process is in the middle of a change for 10 s.
         SharedMemoryFull: /dev/shm has no inodes left.
     """
-    with wait_turn("mode", _TIMEOUT_S) as is_mine:
-        if not is_mine:
-            raise SegmentTimeout(
-                f"segment {what} is still being pinned or given a time to stay by another process "
-                f"after {_TIMEOUT_S:g} s; end that process",
-                name=what,
-            )
-        yield
-
-
-def end_writing(fd: int, segment: str) -> None:
-    """Make a complete segment read-only, if a process that was killed has left it writable.
-
-    Args:
-        fd: of the segment; a lease, so its builder is done with it.
-        segment: its name.
-
-    Raises:
-        SegmentTimeout, SharedMemoryFull: as `changing_mode`.
-    """
-    if os.fstat(fd).st_mode & stat.S_IWUSR:
-        with changing_mode(segment):
-            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        with try_turn("mode") as is_mine:
+            if is_mine:
+                yield
+                return
+        time.sleep(_POLL_S)
+    raise SegmentTimeout(
+        f"segment {what} is still being pinned or given a time to stay by another process after "
+        f"{_TIMEOUT_S:g} s; end that process",
+        name=what,
+    )
 
 
 class Stay(enum.IntEnum):
@@ -225,6 +215,17 @@ def peek(name: str) -> Segment | None:
     return None if fd is None else Segment(name, fd)
 
 
+def open_segments(names: Iterable[str] | None = None) -> Iterator[Segment]:
+    """Open segments or parts in turn, without a lease; the next one closes it.
+
+    Args:
+        names: of them; None for all segments of this user.
+    """
+    for segment in filter(None, map(peek, segment_names() if names is None else names)):
+        with segment:
+            yield segment
+
+
 def attach(name: str) -> Segment | None:
     """Take a lease on a resident segment, or return None if there is none.
 
@@ -254,7 +255,9 @@ def finished(name: str, fd: int) -> Segment:
     """
     segment = Segment(name, fd)
     try:
-        end_writing(fd, name)
+        if os.fstat(fd).st_mode & stat.S_IWUSR:  # a process was killed while it wrote
+            with changing_mode(name):
+                os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~stat.S_IWUSR)
     except BaseException:
         segment.close()
         raise

@@ -11,7 +11,7 @@ from shmload._checkpoints.header import Header
 from shmload._segments.eviction import evictable
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
 from shmload._segments.models import find_models, select
-from shmload._segments.names import lock_names, part_names
+from shmload._segments.names import unfinished_names
 from shmload._segments.pieces import combine_digests, piece_ranges
 from shmload._segments.removal import (
     attached,
@@ -122,21 +122,19 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     look = remove_idle([info.name for info in chosen])
     removed = Segments(info for info in chosen if info.name in look.idle)
     staying = [*look.used, *look.locked]
-    needed = {i.name: i.needed_by for i in segments_by_lock() if i.needed_by}
-    needed = {name: needed[name] for name in staying if name in needed}
+    if not staying:
+        return removed
+    listed = {info.name: info.needed_by for info in segments_by_lock()}
+    needed = {name: listed[name] for name in staying if listed.get(name)}
     busy = [name for name in staying if name not in needed]
-    if staying:
-        used = users_of(busy)
-        pids = {name: used.get(name, set()) for name in busy}
-        called = {
-            info.name: model.full_name for model in find_models(chosen) for info in model.segments
-        }
-        raise SegmentBusy(
-            _why_busy(pids, needed, called),
-            names=tuple(staying),
-            removed=tuple(info.name for info in removed),
-        )
-    return removed
+    used = users_of(busy)
+    called = {info.name: each.full_name for each in find_models(chosen) for info in each.segments}
+    pids = {name: used.get(name, set()) for name in busy}
+    raise SegmentBusy(
+        _why_busy(pids, needed, called),
+        names=tuple(staying),
+        removed=tuple(info.name for info in removed),
+    )
 
 
 def _why_busy(
@@ -190,7 +188,7 @@ def find_garbage() -> list[str]:
         for info in evictable(segments())
         if (info.is_shared or info.is_due or not info.is_current)
     ]
-    parts = filter(is_free, [*part_names(), *lock_names()])
+    parts = filter(is_free, unfinished_names())
     return [*unused, *parts, *dead_views()]
 
 
@@ -204,14 +202,9 @@ def digest_data(fd: int, header: Header) -> str:
 
 def _digest(fd: int, offset: int, nbytes: int) -> bytes:
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_BLOCK_NBYTES))
     end = offset + nbytes
-    while offset < end:
-        got = os.preadv(fd, [buffer[: min(_BLOCK_NBYTES, end - offset)]], offset)
-        if got == 0:
-            break
-        digest.update(buffer[:got])
-        offset += got
+    for begin in range(offset, end, _BLOCK_NBYTES):
+        digest.update(os.pread(fd, min(_BLOCK_NBYTES, end - begin), begin))
     return digest.digest()
 
 
@@ -237,8 +230,6 @@ def pin(*patterns: str | os.PathLike[str]) -> Segments:
 def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     """Undo `pin`: the segments stay resident, and may be evicted to make room.
 
-    Segments that a model shares with another pinned model are unpinned too.
-
     Args:
         patterns: as for `evict`.
 
@@ -252,29 +243,21 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
     return _change(patterns, "unpin", Segment.unpin)
 
 
-def move_pins(to: Iterable[Segment], *, are_pinned: bool = True) -> list[str]:
-    """Take the pins from earlier versions of changed files, for the segments of the present ones.
+def move_pins(to: Iterable[Segment]) -> None:
+    """Move the pins of earlier versions of changed files, if they are pinned, to the present ones.
 
     Args:
-        to: segments; each is pinned if an earlier version of its file is, in the same dtype.
-        are_pinned: False to take the pins only.
-
-    Returns:
-        The names of the segments that lost their pins: `gc` removes them.
+        to: segments of the present files; a pin moves to the one of the same dtype.
     """
-    outdated = pinned_outdated()
-    lost = []
+    outdated = {(info.source, info.conversion): info.name for info in pinned_outdated()}
     for segment in to if outdated else ():
         header = segment.read_metadata()
-        for info in outdated:
-            if (info.source, info.conversion) == (header.source, header.conversion):
-                if are_pinned:
-                    segment.pin()
-                with attached(info.name) as old:
-                    if old:
-                        old.unpin()
-                lost.append(info.name)
-    return lost
+        name = outdated.get((header.source, header.conversion))
+        if name:
+            segment.pin()
+            with attached(name) as old:
+                if old:
+                    old.unpin()
 
 
 def pinned_outdated() -> list[SegmentInfo]:

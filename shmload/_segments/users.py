@@ -4,21 +4,15 @@ A program that opened a segment by a path, through a view, has no lease once the
 mapping keeps the memory: to remove the name would only hide that.
 """
 
-import os
+import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from shmload._host.descriptors import Inode, inode_of
-from shmload._host.memory import PAGE_NBYTES
-from shmload._host.procfs import (
-    cgroup_limit_nbytes,
-    command_of,
-    lock_holders,
-    mappers,
-)
+from shmload._host.procfs import command_of, lock_holders, mappers
 from shmload._host.shm import shm_stat
-from shmload._settings import settings
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +35,15 @@ def describe_user(pid: int, command: Sequence[str]) -> User:
     """Describe a process by the words of its command line."""
     program = command[0].rpartition("/")[2] if command else ""
     if program.startswith("python"):
-        program = _python_program(command[1:]) or program
+        # The module or script that Python runs, not one of its options.
+        rest = list(itertools.dropwhile(lambda word: re.fullmatch("-[^cm].*", word), command[1:]))
+        if rest and rest[0] == "-m":
+            rest = rest[1:]
+        if rest and not rest[0].startswith("-"):
+            program = rest[0].rpartition("/")[2]
+        # A program in a copy of a template has the template's command line.
+        if rest and "/shmload" in rest[0] and program.endswith(".pyc"):
+            program = "shmload run"
     return User(pid=pid, command=" ".join(command), program=program)
 
 
@@ -52,20 +54,6 @@ def name_users(users: Collection[User]) -> str:
     first = min(users, key=lambda user: user.pid)
     more = f" +{len(users) - 1}" if len(users) > 1 else ""
     return str(first.pid) + (f" {first.program}" if first.program else "") + more
-
-
-def _python_program(words: Sequence[str]) -> str:
-    """Return the module or script that Python runs; empty if it runs neither."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word == "-m":
-            return following
-        if word == "-c":
-            return ""
-        if not word.startswith("-"):
-            # A program in a copy of a template has the template's command line.
-            is_copy = "/shmload" in word and word.endswith(".pyc")
-            return "shmload run" if is_copy else word.rpartition("/")[2]
-    return ""
 
 
 def holders(names: Iterable[str]) -> dict[str, set[int]]:
@@ -93,15 +81,3 @@ def users_of(names: Iterable[str]) -> dict[str, set[int]]:
 def _inodes(names: Iterable[str]) -> dict[str, Inode]:
     """Return the inodes of the segments that exist."""
     return {name: inode_of(found) for name in names if (found := shm_stat(name))}
-
-
-def page_lock_limit() -> int:
-    """Return how many bytes of waiting weights a process may keep pinned.
-
-    By default half of the memory that the machine has, or this process's control groups.
-    """
-    chosen = settings().page_locked
-    if chosen is not None:
-        return chosen
-    machine = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
-    return min(machine, cgroup_limit_nbytes() or machine) // 2

@@ -115,43 +115,33 @@ class View:
 
     def _link(self, root: Path, files: Mapping[Path, Path]) -> Path:
         """Create the links and return the path that replaces the root."""
-        path = self.folder
-        shown = mirror(root, files)
-        if not root.is_dir():
-            (name,) = shown.links
-            self._make_link(path / name, shown.links[name])
-            return path / name
-        if root.parent.name == "snapshots":
+        path, shown = self.folder, mirror(root, files)
+        above: tuple[str, ...] = ()
+        if root.is_dir() and root.parent.name == "snapshots":
             # transformers takes the commit's hash from the path of a file in a hub cache.
-            for name in ("snapshots", root.name):
-                path /= name
-                self._make_folder(path)
+            above = ("snapshots", root.name)
         elif any(root.glob("*.py")):
             # It names the modules of a repository's code after its directory.
-            path /= root.name
+            above = (root.name,)
+        for name in above:
+            path /= name
             self._make_folder(path)
         for name in shown.folders:
             self._make_folder(path / name)
         for name, target in shown.links.items():
-            self._make_link(path / name, target)
+            (path / name).symlink_to(target)
+            self._made.append(path / name)
         for name, content in shown.files.items():
-            self._write(path / name, content)
-        return path
+            self._made.append(path / name)
+            (path / name).touch(mode=0o600)
+            (path / name).chmod(0o600)  # a umask may have cleared bits
+            (path / name).write_bytes(content)
+        return path if root.is_dir() else path / next(iter(shown.links))
 
     def _make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700)
         self._made.append(path)
-        path.chmod(0o700)  # a umask may have cleared bits
-
-    def _make_link(self, path: Path, target: Path) -> None:
-        path.symlink_to(target)
-        self._made.append(path)
-
-    def _write(self, path: Path, content: bytes) -> None:
-        self._made.append(path)
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        path.write_bytes(content)
+        path.chmod(0o700)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,6 @@ from shmload._checkpoints.left_out import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor import Finding
-from shmload._segments.table import UnfinishedModel
 from shmload._segments.users import User
 from shmload._service.notice import Status
 
@@ -24,7 +23,6 @@ _KINDS = {
     shmload.Model: "model",
     shmload.SegmentInfo: "segment",
     User: "user",
-    UnfinishedModel: "unfinishedmodel",
     shmload.WarmReport: "report",
     shmload.Plan: "plan",
     shmload.ShardPlan: "shard",
@@ -105,7 +103,7 @@ def test_answers_about_what_is_resident(ask, checkpoint, folder, child):
     holder.expect("AT")
     listed = ask("ls")
     assert len(listed["models"]) == len(listed["decoding"]) == 1
-    assert listed["decoding"][0]["built_by"][0]["pid"] == holder.pid
+    assert listed["decoding"][0]["used_by"][0]["pid"] == holder.pid
     holder.process.kill()
     holder.wait()
     assert len(ask("verify")["sound"]) == 3

@@ -70,7 +70,7 @@ def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
 def test_listing_says_how_much_is_kept(saved, command):
     load(saved("stable-diffusion"))
     listed = command("ls", "--long")[1]
-    assert re.search(r"keeps what a load builds +/", listed)
+    assert re.search(r"keeps what was built: whole +/", listed)
 
 
 def test_load_without_keep_keeps_nothing(saved, shm_names):

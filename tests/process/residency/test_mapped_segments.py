@@ -124,9 +124,9 @@ def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_v
 
 
 def test_load_does_not_look_at_other_processes(checkpoint, monkeypatch):
-    from shmload._segments import listing, removal, users
+    from shmload._segments import removal, users
 
-    for module in (listing, users, removal):
+    for module in (users, removal):
         monkeypatch.setattr(module, "mappers", pytest.fail)
     shmload.warm(checkpoint, torch_dtype="bfloat16")
     for keep in (False, True):

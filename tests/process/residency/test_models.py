@@ -20,7 +20,6 @@ from shmload._host.descriptors import try_lock
 from shmload._host.shm import shm_unlink
 from shmload._segments import removal
 from shmload._segments.segment import attach
-from shmload._segments.table import find_decoding
 
 
 def save(folder, *components, seed=0):
@@ -72,12 +71,11 @@ def test_file_of_two_models_is_listed_with_the_one_that_it_was_decoded_for(pipel
 def test_long_listing_says_which_model_each_segment_is_of(pipelines, command):
     for folder in pipelines:
         warm(folder)
-    first, second = (model.id for model in shmload.models())
     rows = command("ls", "--long")[1].partition("\n\n")[2].splitlines()[1:-1]
     assert [(row.split()[0], row.split()[-1]) for row in rows] == [
-        (first, "unet/model.safetensors"),
-        (first, "vae/model.safetensors"),
-        (second, "unet/model.safetensors"),
+        ("stable-diffusion", "unet/model.safetensors"),
+        ("stable-diffusion", "vae/model.safetensors"),
+        ("stable-video", "unet/model.safetensors"),
     ]
 
 
@@ -227,22 +225,20 @@ def test_pins_and_times_to_live_are_a_column_where_there_are_some(pipelines):
 # What is being decoded ----------------------------------------------------------------------------
 
 
-def test_decode_is_listed_with_its_rate_and_its_process(checkpoint, child):
+def test_decode_is_listed_with_its_process(checkpoint, child):
     process = child(CHILD, "warm", checkpoint)
     begun(process)
     process.expect("AT")
-    (decoding,) = find_decoding()
+    (decoding,) = shmload.models().decoding
     assert (decoding.name, decoding.dtype) == ("model.safetensors", "bfloat16")
-    assert 0 < decoding.done_nbytes <= decoding.nbytes
-    assert decoding.elapsed_s > 0
-    assert decoding.bytes_per_s == pytest.approx(decoding.done_nbytes / decoding.elapsed_s)
-    assert [user.pid for user in decoding.built_by] == [process.pid]
+    assert 0 < sum(info.done_nbytes for info in decoding.segments) <= decoding.nbytes
+    assert [user.pid for user in decoding.used_by] == [process.pid]
     shown = str(shmload.models())
     assert "BEING DECODED" in shown
     assert "being decoded: " in shown.splitlines()[-1]
     assert process.pid in {int(word) for word in shown.split() if word.isdigit()}
     process.process.kill()
     process.process.wait()
-    while find_decoding():
+    while shmload.models().decoding:
         pass
     shmload.collect_garbage()

@@ -37,4 +37,4 @@ def test_reports_and_lists_are_shown_as_the_command_line_shows_them(single_shard
     del state
     gc.collect()
     for function in (shmload.pin, shmload.unpin, shmload.verify, shmload.evict):
-        assert str(function(single_shard)).startswith("SEGMENT")
+        assert str(function(single_shard)).startswith("MODEL")

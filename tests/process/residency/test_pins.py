@@ -14,7 +14,7 @@ from watching import until
 import shmload
 from shmload._doctor import diagnose
 from shmload._host.descriptors import try_lock
-from shmload._segments import names, removal, segment
+from shmload._segments import removal, segment
 from shmload._segments.names import lock_name, try_turn
 from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import attach
@@ -78,13 +78,6 @@ def test_pin_moves_to_the_new_version_of_a_file(resident, command):
     assert leftovers() == "none"
 
 
-def test_pin_does_not_move_to_what_is_kept_for_a_time(resident):
-    shmload.pin(resident[0])
-    resident[0].write_bytes(resident[0].read_bytes())
-    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
-    assert pinned() == []
-
-
 def leftovers():
     return next(each.detail for each in diagnose() if each.name == "leftovers")
 
@@ -133,7 +126,7 @@ def beside_a_change(monkeypatch):
                 waits.set()
             yield is_mine
 
-    monkeypatch.setattr(names, "try_turn", tell)
+    monkeypatch.setattr(segment, "try_turn", tell)
     return start
 
 

@@ -106,8 +106,6 @@ def test_segments_say_what_they_are(checkpoint, tmp_path):
     assert info.nbytes == first.resident_nbytes == (SHM / info.name).stat().st_size
     assert [info.conversion for info in listed] == ["BF16", "raw"]
     assert before - 1 < info.created_at < time.time() + 1
-    assert f"pid {os.getpid()}" in info.creator
-    assert shmload.__version__ in info.creator
     assert len(info.digest) == 32
     assert (info.is_leased, info.is_current) == (False, True)
 

@@ -15,7 +15,6 @@ RESIDENT = [
         conversion="BF16",
         nbytes=GIB,
         created_at=0.0,
-        creator="",
         digest="",
         is_leased=False,
         is_current=True,
