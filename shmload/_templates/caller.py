@@ -6,7 +6,6 @@ that runs it. No step before that changes anything that the program could see.
 
 import os
 import sys
-from stat import S_ISREG
 
 from shmload._templates import identity, messages, place, variables, wire
 from shmload._templates.messages import Call, Program
@@ -26,7 +25,7 @@ class Doubt(Exception):
 
     Args:
         reason: why; empty if there is no template.
-        is_replaceable: one that the caller starts could.
+        is_replaceable: start one if there is none.
     """
 
     def __init__(self, reason: str, *, is_replaceable: bool = False) -> None:
@@ -124,7 +123,7 @@ def _require_ordinary(program: Program, descriptors: list[int], status: dict[str
     """
     if program.kind == "stdin":
         raise Doubt("it is read from standard input")
-    if program.kind == "script" and not _is_file(program.value):
+    if program.kind == "script" and not os.path.isfile(program.value):
         raise Doubt("it is not a file")
     if status.get("TracerPid", "0") != "0" or sys.gettrace() or sys.getprofile():
         raise Doubt("this process is traced")
@@ -175,17 +174,9 @@ def _ask(channel: "wire.Socket", call: Call) -> tuple[int, int]:
     match answer.split(b" ", 2):
         case [b"ready", pid, group]:
             return int(pid), int(group)
-        case [b"refused", whether, why]:
-            raise Doubt(why.decode(errors="replace"), is_replaceable=whether == b"1")
+        case [b"refused", *why]:
+            raise Doubt(b" ".join(why).decode(errors="replace"), is_replaceable=True)
     raise Doubt("the template has ended")
-
-
-def _is_file(path: str) -> bool:
-    """Tell whether a script can be read more than once, and is no folder of a program."""
-    try:
-        return S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _inherited_descriptors() -> list[int]:

@@ -1,5 +1,22 @@
-"""The options of `shmload run`, read without the libraries of the command line."""
+"""Run a Python program in a copy of a process that has imported torch, diffusers and transformers.
 
+Usage: shmload run [OPTIONS] SCRIPT [ARGS...]
+       shmload run [OPTIONS] -m MODULE [ARGS...]
+       shmload run [OPTIONS] -c CODE [ARGS...]
+       shmload run [OPTIONS] - [ARGS...]
+
+The first run starts that process; later ones save the time of the imports.
+
+Options:
+  -v, --verbose    Say on standard error if the program is run in the ordinary way, and why.
+  --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
+                   the program and in the Python processes that it starts.
+  --help           Show this text.
+  After these, -X, -W, -O, -u and others are options of Python: with one of them the program is run
+  in the ordinary way.
+"""
+
+# The text above is what --help prints: no library of the command line is imported here.
 import sys
 
 from shmload._templates.caller import run, run_plainly
@@ -11,23 +28,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-USAGE = """\
-Usage: shmload run [OPTIONS] SCRIPT [ARGS...]
-       shmload run [OPTIONS] -m MODULE [ARGS...]
-       shmload run [OPTIONS] -c CODE [ARGS...]
-       shmload run [OPTIONS] - [ARGS...]
-
-Run a Python program in a copy of a process that has imported torch, diffusers and transformers
-already. The first run starts that process; later ones save the time of the imports.
-
-Options:
-  -v, --verbose    Say on standard error if the program is run in the ordinary way, and why.
-  --redirect       Lead `from_pretrained` of diffusers and transformers through shared memory, in
-                   the program and in the Python processes that it starts.
-  --help           Show this text.
-  After these, -X, -W, -O, -u and others are options of Python: with one of them the program is run
-  in the ordinary way.
-"""
 _KINDS = {"-m": "module", "-c": "code", "-": "stdin"}
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> "NoReturn":
             case "--redirect":
                 is_redirected = True
             case "--help":
-                print(USAGE, end="")
+                print(__doc__, end="")
                 sys.exit(0)
             case "--":
                 del rest[0]
@@ -78,5 +78,5 @@ def _program(words: list[str]) -> Program:
 
 
 def _fail(reason: str) -> "NoReturn":
-    print(f"shmload run: {reason}\n\n{USAGE}", end="", file=sys.stderr)
+    print(f"shmload run: {reason}\n\n{__doc__}", end="", file=sys.stderr)
     sys.exit(2)

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import sys
-from stat import S_ISLNK
 
 from shmload._host.fingerprint import fingerprint
 from shmload._host.procfs import file_system
@@ -38,11 +37,11 @@ class Freshness:
         # Some modules, such as torch.ops, name no real file.
         self._files = {file for file in found if isinstance(file, str) and os.path.isabs(file)}
         self._tops = {name.partition(".")[0] for name in sys.modules} | _AT_START
-        places = {*map(os.path.dirname, self._files), *filter(os.path.isdir, sys.path)}
+        folders = {*map(os.path.dirname, self._files), *filter(os.path.isdir, sys.path)}
         # A watched directory does not tell of what happens to its files under their other names.
-        places |= set(filter(_has_other_names, self._files))
+        places = folders | set(filter(os.path.exists, self._files))
         # The watch begins first: no change is missed between the two.
-        devices = {os.stat(place).st_dev for place in places if os.path.exists(place)}
+        devices = {os.stat(place).st_dev for place in places}
         self._is_watching = (
             self._is_watching
             and all(map(_is_local, devices))
@@ -81,14 +80,6 @@ def _stamp_of(file: str) -> tuple[int, int, int] | None:
     """Return size, inode and time of a file: a further hard link, as uv makes, is no change."""
     found = fingerprint(file)
     return found and (found.nbytes, found.inode, found.mtime_ns)
-
-
-def _has_other_names(file: str) -> bool:
-    """Tell whether a file is a link, or has hard links, as those have that uv installs."""
-    with contextlib.suppress(OSError):
-        found = os.lstat(file)
-        return S_ISLNK(found.st_mode) or found.st_nlink > 1
-    return False
 
 
 def _is_local(device: int) -> bool:

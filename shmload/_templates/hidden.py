@@ -5,27 +5,34 @@ standard library that the libraries need. When it imports one of the libraries, 
 with what their imports have said and changed.
 """
 
+import _warnings
 import atexit
 import contextlib
 import copy
+import copyreg
 import ctypes
 import logging
 import os
 import sys
+import warnings
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from shmload._templates.state import Changes, change_state, differences, read_state
-from shmload._templates.variables import differences as differences_of
-from shmload._templates.variables import read_on_import, with_settings
+from shmload._templates.variables import differences, read_on_import, with_settings
 
 StartOver = Callable[[str, list[list[str]]], None]
 _Exits = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
+_State = dict[str, list[Any]]
+_Changes = list[tuple[str, list[Any], list[Any]]]
+_MAPPINGS: dict[str, MutableMapping[Any, Any]] = {
+    "environ": os.environ,
+    "picklers": copyreg.dispatch_table,
+}
 # The function of Python that imports a module; others look for one only to know of it.
 _IMPORTS = "_find_and_load_unlocked"
 
@@ -39,13 +46,13 @@ class Hidden(MetaPathFinder):
 
     def __init__(self, known: Collection[str]) -> None:
         self._known = {*known, "__mp_main__"}
-        self._before = read_state()
+        self._before = _read_state()
         self.modules: dict[str, ModuleType] = {}
         """The hidden modules, by name."""
         self._all: dict[str, ModuleType] = {}
         """These, and what the imports have brought of the standard library."""
         self._names: frozenset[str] = frozenset()
-        self._changes: Changes = []
+        self._changes: _Changes = []
         """What the imports have changed."""
         self._exits: _Exits = []
         """What the imports have registered to be called at the end."""
@@ -63,7 +70,7 @@ class Hidden(MetaPathFinder):
     def shown(self) -> Iterator[None]:
         """Import modules in a block; they are hidden after it."""
         sys.modules.update(self.modules)
-        change_state(self._changes)
+        _change(self._changes)
         register = atexit.register
 
         def note(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +83,8 @@ class Hidden(MetaPathFinder):
         self._hide()
 
     def _hide(self) -> None:
-        self._changes = differences(self._before, read_state())
-        change_state(differences(read_state(), self._before))
+        self._changes = _changes(self._before, _read_state())
+        _change(_changes(_read_state(), self._before))
         self._forget_exits()
         self._all = {n: module for n, module in sys.modules.items() if n not in self._known}
         names = [name for name in self._all if not _is_of_python(name)]
@@ -166,7 +173,7 @@ class Hidden(MetaPathFinder):
             self._check()
             self._is_given = True
             sys.modules.update({n: m for n, m in self.modules.items() if n not in sys.modules})
-            change_state(self._changes)
+            _change(self._changes)
             self._register(False)
             for name in self._loggers:  # a program disables those that there are
                 vars(logging.root.manager.loggerDict[name])["disabled"] = False
@@ -176,8 +183,8 @@ class Hidden(MetaPathFinder):
     def _check(self) -> None:
         """Start over if the program has changed what the imports would find."""
         now = read_on_import(os.environ)
-        settings = differences_of(self._begun, now)
-        if changed := differences_of(self._wanted, now):
+        settings = differences(self._begun, now)
+        if changed := differences(self._wanted, now):
             name = changed[0][0]
             sets = "set" if now.get(name) != self._begun.get(name) else "did not set"
             self._start_over(f"the program {sets} {name} before it imported a library", settings)
@@ -227,3 +234,52 @@ class _Given(Loader):
 def _is_of_python(name: str | None) -> bool:
     """Tell whether a module is of the standard library."""
     return (name or "").partition(".")[0] in sys.stdlib_module_names
+
+
+# What imports change in the interpreter ----------------------------------------------------------
+
+
+def _lists() -> _State:
+    return {
+        # `catch_warnings` puts another list into the module for its time.
+        "filters": warnings.filters,  # type: ignore[dict-item]
+        "path": sys.path,
+        "meta_path": sys.meta_path,
+        "path_hooks": sys.path_hooks,
+        "handlers": logging.root.handlers,
+    }
+
+
+def _read_state() -> _State:
+    """Return what imports change in the interpreter, as lists of comparable items."""
+    found = {name: list(items) for name, items in _lists().items()}
+    return found | {name: list(items.items()) for name, items in _MAPPINGS.items()}
+
+
+def _changes(before: _State, after: _State) -> _Changes:
+    """Return what has changed, part by part: its name, items that went, and items that came."""
+    return [
+        (
+            name,
+            [item for item in before[name] if item not in after[name]],
+            [item for item in after[name] if item not in before[name]],
+        )
+        for name in before
+        if before[name] != after[name]
+    ]
+
+
+def _change(changes: _Changes) -> None:
+    """Remove some items of each part of the state, and put others in front."""
+    for name, went, came in changes:
+        if name in _MAPPINGS:
+            mapping = _MAPPINGS[name]
+            for key, _ in went:
+                mapping.pop(key, None)
+            mapping.update(came)
+        else:
+            items = _lists()[name]
+            items[:] = [item for item in items if item not in went]
+            # Filters are put in front, and so are most finders and paths.
+            items[:0] = [item for item in came if item not in items]
+    _warnings._filters_mutated()  # type: ignore[attr-defined]

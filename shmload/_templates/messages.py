@@ -6,14 +6,13 @@
     caller ◀───────────────────── ready PID GROUP ─ copy
     caller ── go ──────────────────────────────────▶ program
     caller ◀── stopped, ended STATUS ─ template
-    caller ◀── refused WHETHER WHY ─ template or copy, in place of hello or ready
+    caller ◀── refused WHY ─ template or copy, in place of hello or ready
 
 Each is a packet of words, but for the call, which is a literal of Python. Only after `hello` does
 the caller send that: a stopped template would keep its descriptors open. It has a second after
 which it runs the program itself, so the copy waits for `go`.
 
-GROUP is the process group that the caller shall join; STATUS is that of `os.waitpid`; WHETHER is 1
-if a template that this caller starts could run the program.
+GROUP is the process group that the caller shall join; STATUS is that of `os.waitpid`.
 """
 
 VERSION = 11

@@ -54,11 +54,9 @@ def take_lock(key: str) -> int | None:
     fd = os.open(f"{socket_of(key)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
+    except BlockingIOError:
         os.close(fd)
-        if isinstance(exc, BlockingIOError):
-            return None
-        raise
+        return None
     os.ftruncate(fd, 0)
     os.write(fd, b"%d" % os.getpid())
     return fd

@@ -7,14 +7,18 @@ cannot have as Python would, it refuses.
 import contextlib
 import fcntl
 import functools
+import logging
 import os
 import runpy
 import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import process
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +26,6 @@ from shmload._templates import ending, messages, variables, wire
 from shmload._templates.caller import Doubt, run_plainly, start_for_the_next, words_of
 from shmload._templates.hidden import Hidden
 from shmload._templates.messages import Call, Program, call_of
-from shmload._templates.renewal import renew_places, renew_seeds, renew_streams
 
 # The caller answers at once; one that does not say anything delays nobody.
 _TIMEOUT_S = 5.0
@@ -58,11 +61,9 @@ def become(
         wire.send(channel, b"ready %d %d" % (os.getpid(), group))
         answer = wire.receive(channel)
     except Exception as exc:  # whatever it is, the caller can run the program itself
-        is_doubt = isinstance(exc, Doubt)
-        why = str(exc) if is_doubt else f"{type(exc).__name__}: {exc}"
-        whether = b"1" if isinstance(exc, Doubt) and exc.is_replaceable else b"0"
+        why = str(exc) if isinstance(exc, Doubt) else f"{type(exc).__name__}: {exc}"
         with contextlib.suppress(OSError):
-            wire.send(channel, b"refused %b %b" % (whether, why.encode(errors="replace")))
+            wire.send(channel, b"refused " + why.encode(errors="replace"))
         os._exit(0)
     if answer != messages.GO:  # the caller has waited too long, and runs the program itself
         os._exit(0)
@@ -83,9 +84,9 @@ def _prepare(call: Call, hidden: Hidden, coerced: dict[str, str]) -> Callable[[]
     os.umask(call.umask)
     os.setpgid(0, call.group)
     _take_dispositions(_signals_in(call.ignored))
-    renew_streams()
-    renew_seeds(hidden.modules)
-    renew_places()
+    _renew_streams()
+    _renew_seeds(hidden.modules)
+    _renew_places()
     return _runner_of(call.program, hidden)
 
 
@@ -106,6 +107,71 @@ def _start_over_of(call: Call, traces: ending.Traces) -> Callable[[str, list[lis
               "that; run it with python", file=sys.stderr)  # fmt: skip
 
     return start_over
+
+
+# What a new process would have anew -------------------------------------------------------------
+
+
+def _renew_seeds(modules: Mapping[str, ModuleType]) -> None:
+    """Seed what draws random numbers, and draw anew what was drawn at import.
+
+    The module `random` does that by itself in every copy of a process; `os.urandom`, `uuid.uuid4`
+    and `secrets` keep nothing. CUDA's generators are made when a program first touches a GPU.
+
+    Args:
+        modules: the libraries, by name.
+    """
+    torch: Any = modules.get("torch")
+    numpy: Any = modules.get("numpy.random")
+    if torch and hasattr(torch, "default_generator"):
+        torch.default_generator.seed()
+    if numpy:
+        numpy.seed()
+    key = process.AuthenticationString(os.urandom(32))  # type: ignore[attr-defined]
+    vars(process)["_current_process"]._config["authkey"] = key
+
+
+def _renew_places() -> None:
+    """Forget directories and times of the template."""
+    time.tzset()
+    tempfile.tempdir = None
+    vars(logging)["_startTime"] = time.time()
+    with contextlib.suppress(OSError):  # the directory was removed
+        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+
+
+def _renew_streams() -> None:
+    """Open the standard streams anew, as Python does when it starts.
+
+    They keep their objects, which libraries may hold from their imports on.
+    """
+    for fd, name in enumerate(("stdin", "stdout")):
+        _open_again(fd, name, getattr(sys, name))
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _open_again(fd: int, name: str, stream: Any) -> None:
+    """Open a standard stream; see create_stdio in CPython's pylifecycle.c.
+
+    Args:
+        fd: its descriptor.
+        name: stdin or stdout.
+        stream: the template's, whose encoding is that of the locale, which both share.
+    """
+    mode = "r" if name == "stdin" else "w"
+    is_unbuffered = stream.write_through and mode == "w"
+    buffering = 0 if is_unbuffered else -1
+    buffer: Any = open(fd, mode + "b", buffering, closefd=False)  # noqa: SIM115 for the whole process
+    (buffer if is_unbuffered else buffer.raw).name = f"<{name}>"
+    stream.__init__(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=os.isatty(fd) and not is_unbuffered,
+        write_through=is_unbuffered,
+    )
+    stream.mode = mode
 
 
 # Signals and descriptors ------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class Template:
             try:
                 pid = os.fork()
             except OSError as exc:  # too many processes, or no memory
-                refused = f"0 the template cannot start a process: {exc}"
+                refused = f"the template cannot start a process: {exc}"
         if refused:
             caller.tell(b"refused " + refused.encode())
             caller.close()
@@ -218,15 +218,15 @@ class Template:
         return None
 
     def _why_not(self, caller: _Caller) -> str:
-        """Return why a process may not use this template, see `messages`; empty if it may."""
+        """Return why a process may not use this template; empty if it may."""
         pid, user = wire.peer_of(caller.channel)
         if user != os.geteuid():
-            return "0 the template is another user's"
+            return "the template is another user's"
         if why := identity.how_it_differs(pid, caller.pidfd, self._rights):
-            return f"0 this process may not use the template: {why}"
+            return f"this process may not use the template: {why}"
         if self._imports.are_stale():
             self._drain()
-            return "1 stale: a package has changed"
+            return "stale: a package has changed"
         return ""
 
     def _reap(self) -> None:
