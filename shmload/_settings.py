@@ -6,7 +6,7 @@ Each field is read from the environment variable `SHMLOAD_` plus its name in cap
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -153,16 +153,6 @@ def unknown_variables(environment: Iterable[str]) -> list[str]:
         f"{variable} is no setting{nearest(variable, _KNOWN)}"
         for variable in sorted(environment)
         if variable.startswith(PREFIX) and variable not in _KNOWN + _OTHERS
-    ]
-
-
-def relative_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each setting that is a relative path."""
-    paths = [field.name for field in msgspec.structs.fields(Settings) if "Path" in str(field.type)]
-    return [
-        f"{name} is a relative path, so it is another one in each directory"
-        for name in (PREFIX + path.upper() for path in paths)
-        if environment.get(name) and not os.path.isabs(os.path.expanduser(environment[name]))
     ]
 
 

@@ -18,7 +18,7 @@ from shmload._ipc import procs
 from shmload._segments.listing import segments
 from shmload._segments.removal import remove_leftovers
 from shmload._service.keeper import Keeper, budget_warnings, default_budget, notify_systemd
-from shmload._settings import parse_budget, relative_variables, settings, unknown_variables
+from shmload._settings import parse_budget, settings, unknown_variables
 from shmload._wording import count_of, format_nbytes, logger_of
 
 logger = logger_of(__name__)
@@ -79,7 +79,7 @@ def serve_command(
     """
     lines = read_list(list_path) if list_path else []
     _log_with_times()
-    for warning in (*unknown_variables(os.environ), *relative_variables(os.environ)):
+    for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     remove_leftovers()
     allow_descriptors(_DESCRIPTORS)

@@ -46,7 +46,6 @@ class WorkerProcess:
             self.child = procs.start(
                 "shmload.workers.main",
                 channel_timeout_s=settings().stall_timeout_s,
-                keeps_output=True,
             )
         except OSError as exc:
             refused = process_refused("a worker process", exc)

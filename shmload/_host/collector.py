@@ -25,9 +25,10 @@ def freeze_imports() -> None:
     The imports of a cold process leave a million objects that live as long as it does. To visit
     them would take each later collection 0.2 s, and those at exit a second.
     """
+    global _has_frozen
     _forget_imports()
     gc.freeze()
-    note_freeze()
+    _has_frozen = True
 
 
 def _forget_imports() -> None:
@@ -50,12 +51,6 @@ def _forget_imports() -> None:
             if caller and is_import:
                 each.clear()
     running.clear()  # it has this call's frame, which has it: such a circle, too
-
-
-def note_freeze() -> None:
-    """Keep what is frozen now frozen, for good; tells it without a count."""
-    global _has_frozen
-    _has_frozen = True
 
 
 @contextlib.contextmanager

@@ -132,12 +132,6 @@ def close(fd: int) -> None:
         os.close(fd)
 
 
-def close_sharing_lock(fd: int) -> None:
-    """Close a descriptor; its exclusive lock stays with the others of the open file, if any."""
-    _lockers.pop(fd, None)
-    os.close(fd)
-
-
 # By descriptor: the thread that has an exclusive lock with it.
 _lockers: dict[int, int] = {}
 

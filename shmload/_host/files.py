@@ -75,18 +75,6 @@ def open_source(path: str | os.PathLike[str]) -> int:
     return fd
 
 
-def is_cached(fd: int, nbytes: int) -> bool:
-    """Tell whether a file seems to be in the page cache; samples eight places, reads no disk."""
-    for place in range(8):
-        try:
-            os.preadv(fd, [bytearray(1)], nbytes * place // 8, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system that cannot tell, such as tmpfs
-            return True  # reading ahead gains nothing there
-    return True
-
-
 def read_ahead(fd: int) -> None:
     """Ask the kernel to read a whole file into the page cache; return at once."""
     with contextlib.suppress(OSError):

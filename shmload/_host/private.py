@@ -49,7 +49,7 @@ def private_path(path: str) -> str:
 def open_private(path: str | os.PathLike[str], *, make: bool = False) -> int:
     """Open a directory to which no other user can write; the descriptor is the caller's.
 
-    What is reached through it, by `path_in` or with `dir_fd`, lies in this directory, also if
+    What is reached through it, with `dir_fd`, lies in this directory, also if
     another user exchanges one above.
 
     Args:
@@ -70,11 +70,6 @@ def open_private(path: str | os.PathLike[str], *, make: bool = False) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def path_in(folder_fd: int, name: str) -> str:
-    """Return a path of a name in an open directory, for calls that take no descriptor."""
-    return f"/proc/self/fd/{folder_fd}/{name}"
 
 
 def belongs_here(found: os.stat_result) -> bool:

@@ -168,11 +168,6 @@ def write_at(fd: int, content: bytes | memoryview, offset: int) -> None:
             raise no_room(len(content), 0, "/dev/shm", remedy) from exc
 
 
-def written_nbytes(names: Iterable[str]) -> int:
-    """Return how much memory these objects have, in bytes; missing objects count as 0."""
-    return sum(512 * found.st_blocks for found in _stats(names))  # stat(2): units of 512
-
-
 def unwritten_nbytes(names: Iterable[str]) -> int:
     """Return how many bytes of these objects have no memory yet; missing objects count as 0."""
     return sum(max(0, found.st_size - 512 * found.st_blocks) for found in _stats(names))

@@ -113,12 +113,10 @@ class Inbox:
 
     Args:
         channel: the socket; the caller owns it.
-        max_frame_nbytes: greatest length of a frame, in bytes; a longer one is an error.
     """
 
-    def __init__(self, channel: socket.socket, max_frame_nbytes: int = _MAX_FRAME_NBYTES) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._max_frame_nbytes = max_frame_nbytes
         self._buffer = bytearray()
         self.fds: list[int] = []
         """Descriptors that have arrived; a caller that takes one closes it."""
@@ -142,11 +140,6 @@ class Inbox:
             raise ProtocolError("more descriptors came than messages or this process can take")
         return bool(received)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no frame has begun to arrive."""
-        return not self._buffer
-
     def close(self) -> None:
         """Close the descriptors that were not taken."""
         while self.fds:
@@ -156,12 +149,12 @@ class Inbox:
         """Take the next frame, or return None if it is not complete yet.
 
         Raises:
-            ProtocolError: the frame is longer than `max_frame_nbytes`.
+            ProtocolError: the frame is longer than any that is sent.
         """
         if len(self._buffer) < _LENGTH_NBYTES:
             return None
         length = int.from_bytes(self._buffer[:_LENGTH_NBYTES], "big")
-        if length > self._max_frame_nbytes:
+        if length > _MAX_FRAME_NBYTES:
             raise ProtocolError(f"a frame claims {length} bytes; the peer is not a shmload process")
         if len(self._buffer) < _LENGTH_NBYTES + length:
             return None

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 
 from shmload._host.changes import forks_wait
 from shmload._host.descriptors import Descriptor
@@ -64,7 +63,7 @@ def has_pidfds() -> bool:
     return True
 
 
-def child_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return this process's environment without what systemd has told this process alone."""
     return {
         name: value
@@ -77,10 +76,7 @@ def start(
     module: str,
     *arguments: str,
     channel_timeout_s: float | None = None,
-    env: Mapping[str, str] | None = None,
     stdout: int | None = None,
-    stderr: int | None = None,
-    keeps_output: bool = False,
 ) -> "Child":
     """Start a module as `python -P -m MODULE ARGUMENTS`.
 
@@ -89,17 +85,15 @@ def start(
         arguments: its command line.
         channel_timeout_s: if given, two more arguments are CHANNEL, the number of the child's end
             of a Unix socket, and PARENT, this process's id. This end waits so long in a send or a
-            receive, in seconds: a child that has stopped reading must not block this process.
-        env: its environment; None for `child_environment`.
+            receive, in seconds: a child that has stopped reading must not block this process. What
+            it prints goes to a file in memory, of which `Child.output` has the end.
         stdout: a descriptor, `subprocess.PIPE`, or None for this process's stream.
-        stderr: likewise.
-        keeps_output: both go to a file in memory instead, of which `Child.output` has the end.
 
     Raises:
         OSError: processes, memory or descriptors are used up, or sys.executable is no Python.
     """
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-        channel, passed = None, []
+        channel, passed, output = None, [], Descriptor(-1)
         if channel_timeout_s is not None:
             channel, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             ours.enter_context(channel)
@@ -109,11 +103,8 @@ def start(
             theirs.callback(os.close, passed[0])
             channel.settimeout(channel_timeout_s)
             arguments = (*arguments, str(passed[0]), str(os.getpid()))
-        output = Descriptor(-1)
-        if keeps_output:
-            output.fd = os.memfd_create("shmload-output", os.MFD_CLOEXEC)
+            output.fd = stdout = os.memfd_create("shmload-output", os.MFD_CLOEXEC)
             ours.enter_context(output)
-            stdout = stderr = output.fd
         # -P: a json.py in the user's directory must not be imported. Not multiprocessing: its spawn
         # imports the user's main module, its fork copies torch's threads.
         command = [sys.executable, "-P", "-m", module, *arguments]
@@ -125,9 +116,9 @@ def start(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
-                    stderr=stderr,
+                    stderr=stdout if channel else None,
                     pass_fds=passed,
-                    env=child_environment() if env is None else env,
+                    env=_environment(),
                 )
             child = Child(module, process, channel, output)
             ours.callback(child.close)
@@ -219,11 +210,6 @@ class Child:
             )
             return "not ended: it waits for a device"
         return how_it_ended(code)
-
-    def forget(self) -> None:
-        """Forget it in a forked copy of this process, which is not its parent."""
-        self._release()
-        self.process.returncode = 0  # or Popen would complain
 
     def _release(self) -> None:
         if self._channel:

@@ -12,9 +12,10 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
-from shmload._host.files import is_cached, read_ahead
+from shmload._host.files import read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.memory import free_pages
+from shmload._host.reading import cached_part
 from shmload._loading.room import made_room
 from shmload._loading.shard import Action, OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
@@ -101,7 +102,7 @@ class Holdings:
         for shard in self.shards:
             name = shard.plan.segment
             if shard.plan.action is Action.LINK:
-                if not is_cached(shard.fd, shard.source.st_size):
+                if cached_part(shard.fd, shard.source.st_size) != 1.0:
                     read_ahead(shard.fd)
             elif name not in self.held:  # two paths may lead to one file
                 self.held[name] = self._acquire(name)

@@ -120,7 +120,7 @@ def _keep(facts: _Facts, answer: Answer) -> None:
 
 
 def _start() -> procs.Child:
-    return procs.start(_MODULE, channel_timeout_s=settings().stall_timeout_s, keeps_output=True)
+    return procs.start(_MODULE, channel_timeout_s=settings().stall_timeout_s)
 
 
 def _ask(process: procs.Child, module: str, fd: int) -> Answer:

@@ -8,16 +8,17 @@ import subprocess
 
 import pytest
 
-from shmload._ipc.procs import child_environment, how_it_ended, start
+from shmload._ipc.procs import _environment, how_it_ended, start
 
 
 @pytest.fixture
-def program(tmp_path):
+def program(tmp_path, monkeypatch):
     """Write a module; return `start` for it."""
 
     def write(code):
         (tmp_path / "program.py").write_text(f"import os, signal, socket, sys\n{code}\n")
-        return functools.partial(start, "program", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return functools.partial(start, "program")
 
     return write
 
@@ -76,7 +77,7 @@ def test_channel_leads_to_the_child_and_names_the_parent(program):
 
 def test_output_is_kept_and_its_end_can_be_read(program):
     child = program("print('x' * 10_000, flush=True); print('end', file=sys.stderr)")(
-        keeps_output=True
+        channel_timeout_s=60
     )
     assert child.how_it_ended() == "exit code 0"
     assert child.output().endswith("x\nend")
@@ -104,7 +105,7 @@ def test_child_that_cannot_be_started_leaves_nothing(program, monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        program("")(channel_timeout_s=60, keeps_output=True)
+        program("")(channel_timeout_s=60)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -112,5 +113,5 @@ def test_environment_of_a_child_has_nothing_of_systemd(monkeypatch):
     for name in ("LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KEPT", "1")
-    assert child_environment()["KEPT"] == "1"
-    assert not {"LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"} & child_environment().keys()
+    assert _environment()["KEPT"] == "1"
+    assert not {"LISTEN_FDS", "LISTEN_PID", "NOTIFY_SOCKET"} & _environment().keys()

@@ -9,7 +9,7 @@ import pytest
 from privileges import no_privileges
 
 from shmload._host.descriptors import try_lock, unlock, wait_lock
-from shmload._host.files import is_cached, open_source, read_ahead
+from shmload._host.files import open_source
 from shmload._host.memory import PAGE_NBYTES, free_pages, populate
 from shmload._host.pagemap import is_touched
 from shmload._host.shm import SHM_DIR, is_named, shm_open, shm_rename, shm_unlink
@@ -183,16 +183,6 @@ def test_source_that_is_missing_is_missing(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ShardUnreadable, match="symbolic links"):
         open_source(tmp_path / "loop")
-
-
-def test_file_just_written_is_cached(tmp_path):
-    path = tmp_path / "shard"
-    path.write_bytes(bytes(1 << 20))
-    fd = open_source(path)
-    assert is_cached(fd, 1 << 20)
-    assert is_cached(fd, 0)
-    read_ahead(fd)
-    os.close(fd)
 
 
 # The process and its kernel -----------------------------------------------------------------------

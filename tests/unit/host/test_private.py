@@ -6,7 +6,7 @@ import pytest
 from privileges import no_privileges
 
 from shmload._host import private
-from shmload._host.private import open_private, path_in, private_path, runtime_folder
+from shmload._host.private import open_private, private_path, runtime_folder
 from shmload._templates import place
 
 _OTHER = 65534
@@ -108,7 +108,7 @@ def test_exchanging_an_open_directory_changes_nothing(runtime):
     try:
         moved = path.rename(runtime / "moved")
         path.mkdir()
-        with open(path_in(fd, "a file"), "w"):
+        with open(f"/proc/self/fd/{fd}/a file", "w"):
             pass
     finally:
         os.close(fd)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from message_values import any_of
 
+from shmload._ipc import frames as frames_module
 from shmload._ipc.frames import Inbox, send
 from shmload.errors import ProtocolError
 from shmload.workers.messages import BytesRead, Open, ToWorker, decode_to_worker
@@ -56,9 +57,10 @@ def test_messages_arrive_whole_however_they_are_cut(messages, data):
         assert decode_to_worker(frame) == message
 
 
-def test_frame_may_be_as_long_as_the_limit_and_no_longer(pair):
+def test_frame_may_be_as_long_as_the_limit_and_no_longer(pair, monkeypatch):
+    monkeypatch.setattr(frames_module, "_MAX_FRAME_NBYTES", 8)
     ours, theirs = pair
-    inbox = Inbox(theirs, max_frame_nbytes=8)
+    inbox = Inbox(theirs)
     ours.sendall(b"\0\0\0\x08eight it" + b"\0\0\0\x09nine")
     assert inbox.receive()
     assert inbox.next_frame() == b"eight it"
