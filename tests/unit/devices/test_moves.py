@@ -53,17 +53,6 @@ def test_every_tensor_arrives_and_is_aligned():
     assert copied == sum(tensor.nbytes for tensor in wanted.values())
 
 
-def test_parameters_stay_the_same_objects():
-    model = Model()
-    before = dict(model.named_parameters())
-    device = LateDevice()
-    move(model, lambda path: device)
-    after = dict(model.named_parameters())
-    assert all(after[name] is parameter for name, parameter in before.items())
-    assert not model.scale.requires_grad
-    assert model.large.weight.requires_grad
-
-
 def test_small_tensors_share_an_allocation_and_large_ones_do_not():
     model = Model()
     device = LateDevice()
