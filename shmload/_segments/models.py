@@ -178,9 +178,8 @@ def select(
         found: the segments to choose from; None for all that are resident.
 
     Raises:
-        SegmentNotFound: a pattern matches nothing.
-        SegmentNotFound: a part of a name is in several models' names, or the beginning of an id in
-            several ids.
+        SegmentNotFound: a pattern matches nothing; or a part of a name is in several models' names,
+            or the beginning of an id in several ids.
     """
     found = segments() if found is None else found
     chosen: dict[str, SegmentInfo] = {}
@@ -216,7 +215,7 @@ def _named(pattern: str, found: Sequence[SegmentInfo]) -> list[SegmentInfo]:
     """Return the segments that a name or id means.
 
     Raises:
-        SegmentNotFound, SegmentNotFound: as `select`.
+        SegmentNotFound: as `select`.
     """
     listed = find_models(found)
     end = f"/{pattern}" if pattern else "\0"

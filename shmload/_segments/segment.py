@@ -185,10 +185,11 @@ class Segment(Descriptor):
         """
         metadata = read_metadata(self.fd)
         if not metadata:
-            raise self._corrupt("its header does not say what it holds")
+            raise self.corrupt("its header does not say what it holds")
         return metadata
 
-    def _corrupt(self, reason: str) -> SegmentCorrupt:
+    def corrupt(self, reason: str) -> SegmentCorrupt:
+        """Return the error that says that it is corrupt, and why."""
         return SegmentCorrupt(
             f"segment {self.name} is corrupt: {reason}; remove it with `shmload rm {self.name}`",
             name=self.name,
@@ -203,7 +204,7 @@ class Segment(Descriptor):
         try:
             return read_header(self.fd, self.name)
         except ShmloadError as exc:  # its remedy is one for files
-            raise self._corrupt("its header is damaged") from exc
+            raise self.corrupt("its header is damaged") from exc
 
 
 def peek(name: str) -> Segment | None:

@@ -1,7 +1,7 @@
 """What a user does with resident segments: pin, unpin, verify and remove them; collect garbage."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -77,11 +77,7 @@ def check_digest(segment: Segment) -> None:
     wanted = segment.read_metadata().digest
     got = digest_data(segment.fd, header)
     if got != wanted:
-        raise SegmentCorrupt(
-            f"segment {segment.name} is corrupt: its digest is {got} and should be {wanted}; "
-            f"remove it with `shmload rm {segment.name}`",
-            name=segment.name,
-        )
+        raise segment.corrupt(f"its digest is {got} and should be {wanted}")
 
 
 def evict(*patterns: str | os.PathLike[str]) -> Segments:
@@ -122,43 +118,37 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     look = remove_idle([info.name for info in chosen])
     removed = Segments(info for info in chosen if info.name in look.idle)
     staying = [*look.used, *look.locked]
-    if not staying:
-        return removed
-    listed = {info.name: info.needed_by for info in segments_by_lock()}
-    needed = {name: listed[name] for name in staying if listed.get(name)}
-    busy = [name for name in staying if name not in needed]
-    used = users_of(busy)
-    called = {info.name: each.full_name for each in find_models(chosen) for info in each.segments}
-    pids = {name: used.get(name, set()) for name in busy}
-    raise SegmentBusy(
-        _why_busy(pids, needed, called),
-        names=tuple(staying),
-        removed=tuple(info.name for info in removed),
-    )
+    if staying:
+        raise SegmentBusy(
+            _why_busy(staying, chosen),
+            names=tuple(staying),
+            removed=tuple(info.name for info in removed),
+        )
+    return removed
 
 
-def _why_busy(
-    pids: Mapping[str, Collection[int]],
-    needed: Mapping[str, Sequence[str]],
-    called: Mapping[str, str],
-) -> str:
+def _why_busy(staying: Sequence[str], chosen: Sequence[SegmentInfo]) -> str:
     """Say who uses segments, and what to do about it.
 
     Args:
-        pids: the processes that use each segment.
-        needed: the publications that need each segment.
-        called: what to call the models of segments.
+        staying: names of the segments that are in use.
+        chosen: all that were to go.
     """
+    needed = {info.name: info.needed_by for info in segments_by_lock()}
+    used = users_of(staying)
+    called = {info.name: each.full_name for each in find_models(chosen) for info in each.segments}
     held: dict[str, None] = {}  # in order, each once
-    for name, by in pids.items():
-        held[f"{called.get(name, name)} by {name_processes(by)}"] = None
-    for name, sources in needed.items():
-        held[f"{called.get(name, name)} by the publication {', '.join(sources)}"] = None
-    remedies = ["end that process, or evict later"] if pids else []
-    if any(os.getpid() in by for by in pids.values()):
-        # Pipelines refer to themselves: a dropped one stays until a collection.
-        remedies = ["in this process drop the models, then call `gc.collect()` and evict again"]
-    remedies += [f"`shmload rm {each}`" for each in sorted({s for n in needed.values() for s in n})]
+    remedies: dict[str, None] = {}
+    for name in staying:
+        by, remedy = name_processes(used.get(name, ())), "end that process, or evict later"
+        if os.getpid() in used.get(name, ()):
+            # Pipelines refer to themselves: a dropped one stays until a collection.
+            remedy = "in this process drop the models, then call `gc.collect()` and evict again"
+        if needed.get(name):
+            by = f"the publication {', '.join(needed[name])}"
+            remedy = ", or ".join(f"`shmload rm {each}`" for each in needed[name])
+        held[f"{called.get(name, name)} by {by}"] = None
+        remedies[remedy] = None
     return f"still in use: {', '.join(held)}; {', or '.join(remedies)}"
 
 

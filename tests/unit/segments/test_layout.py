@@ -17,7 +17,7 @@ from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.memory import PAGE_NBYTES
 from shmload._host.reading import PLAIN, Reading
 from shmload._segments import pieces
-from shmload._segments.layout import lay_out, needs_conversion
+from shmload._segments.layout import lay_out
 from shmload._segments.metadata import (
     DIGEST_OFFSET,
     Metadata,
@@ -160,17 +160,6 @@ def test_tensors_are_aligned(described, target):
                 assert spec.begin % 64 == 0
 
 
-@given(_tensors)
-def test_order_of_the_shard_stays_within_an_alignment(described):
-    with in_memory(safetensors.torch.save(make_tensors(described))) as fd:
-        before = [spec for spec in read_header(fd, "shard").tensors if spec.nbytes % 64 == 0]
-        layout = lay_out_file(fd, converting(None))
-    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        after = [spec for spec in read_header(fd, "segment").tensors if spec.nbytes % 64 == 0]
-    # Empty tensors have no defined place.
-    assert [s.name for s in before if s.nbytes] == [s.name for s in after if s.nbytes]
-
-
 def scatter(header, content, at_random):
     """Put a file's tensors in random order with gaps; the header lists them in another order.
 
@@ -250,19 +239,6 @@ def test_many_small_neighbours_become_one_run():
     assert run.count == 999 * 64
 
 
-def test_large_tensor_is_cut_at_64_mib_of_the_segment():
-    # Only the header of a shard of 600 MB exists.
-    tensors = {"big": torch.empty(150_000_000, device="meta")}
-    header = b'{"big":{"dtype":"F32","shape":[150000000],"data_offsets":[0,600000000]}}'
-    with in_memory(len(header).to_bytes(8, "little") + header) as fd:
-        os.ftruncate(fd, 8 + len(header) + 600_000_000)
-        layout = lay_out_file(fd, converting("BF16"))
-    assert tensors["big"].numel() == sum(run.count for piece in layout.pieces for run in piece)
-    sizes = [sum(map(run_nbytes, piece)) for piece in layout.pieces]
-    assert sizes[:-1] == [64 << 20] * 4
-    assert 0 < sizes[-1] <= 64 << 20
-
-
 def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
     with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"format": "pt", "x": "y"})) as fd:
         layout = lay_out_file(fd, converting(None), Metadata(source="here"))
@@ -329,21 +305,6 @@ def test_metadata_of_another_file_is_none():
         assert read_metadata(fd) is None
     with in_memory() as fd:
         assert read_metadata(fd) is None
-
-
-def test_shard_of_no_tensors_is_a_header_alone():
-    with in_memory(safetensors.torch.save({})) as fd:
-        layout = lay_out_file(fd, converting("BF16"))
-    assert (layout.pieces, layout.data_nbytes) == ((), 0)
-
-
-def test_need_of_a_conversion_is_seen():
-    with in_memory(safetensors.torch.save({"a": torch.ones(3), "b": torch.ones(3).long()})) as fd:
-        header = read_header(fd, "shard")
-    assert needs_conversion(header, converting("BF16"))
-    assert not needs_conversion(header, converting("BF16", {"a"}))
-    assert not needs_conversion(header, converting("F32"))
-    assert not needs_conversion(header, converting(None))
 
 
 def test_own_entries_have_no_dots_in_their_names():
