@@ -22,7 +22,7 @@ from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import ADAPTER_STATE, as_plain_tensors, is_brought_from_copies
 from shmload._host.collector import paused_gc
-from shmload._placement.inventory import DISK, META, OFFLOAD
+from shmload._placement.inventory import META, OFFLOAD
 from shmload._segments.publications import Publication
 from shmload.errors import PublicationError
 from shmload.integrations.diffusers import load_pipeline
@@ -110,7 +110,7 @@ def newest(source: str) -> str:
 def _refuse_offloaded(thing: Any, source: str) -> None:
     for name, model in models_in(thing).items():
         devices = {str(each) for each in getattr(model, "hf_device_map", {}).values()}
-        waits_there = bool(devices & {DISK, META, OFFLOAD})
+        waits_there = bool(devices & {META, OFFLOAD})
         if waits_there or any(map(is_brought_from_copies, modules_of(model))):
             reason = f"an offloading call has the weights of {name or 'the model'}"
             raise _refused(source, reason)

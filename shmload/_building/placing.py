@@ -24,7 +24,7 @@ from shmload._host.descriptors import Inode
 from shmload._loading.load import Load
 from shmload._loading.trace import Phase, during
 from shmload._placement.device_map import STRATEGIES
-from shmload._placement.inventory import CPU, META, OFFLOAD, WAITING
+from shmload._placement.inventory import CPU, META, OFFLOAD
 from shmload._placement.modules import Component
 from shmload._placement.placement import Placement, place
 from shmload._runtimes.kinds import runtime_of
@@ -33,7 +33,7 @@ from shmload._runtimes.runtime import Runtime
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-_STAYS = (CPU, *WAITING, META)
+_STAYS = (CPU, OFFLOAD, META)
 
 
 def to_device(
@@ -135,7 +135,6 @@ def _decide(components: Iterable[Component], destination: Destination) -> Placem
     order = {name: place for place, name in enumerate(destination.order)}
     ordered = sorted(components, key=lambda each: order.get(each.name, len(order)))
     placement = place(ordered, destination.device_map, destination.inventory())
-    destination.require_no_disk(placement)
     return placement
 
 
@@ -178,7 +177,7 @@ def place_models(
     segments = Segments(_files_to_pin(load) if OFFLOAD in used else ())
     for name, model in models.items():
         _empty(model, devices[name])
-        if len(used) == 1 and used.isdisjoint(WAITING):
+        if len(used) == 1 and OFFLOAD not in used:
             note_devices(model, devices[name])
             continue
         computing = placement.execution_devices[name]
@@ -239,7 +238,7 @@ def _in_reach(
     """Put single tensors on the device that uses them: only modules can wait elsewhere."""
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     return {
-        path: execution_device if device in WAITING and path not in modules else device
+        path: execution_device if device == OFFLOAD and path not in modules else device
         for path, device in devices.items()
     }
 

@@ -86,9 +86,7 @@ def _parse_destination(
             kwargs["max_memory"] = options.max_memory
         return None
     kwargs.pop("offload_folder", None)  # nothing waits there
-    found = destination_of(options, source.components)
-    found.require_no_disk()
-    return found
+    return destination_of(options, source.components)
 
 
 def destination_of(options: Options, order: tuple[str, ...] = ()) -> Destination:

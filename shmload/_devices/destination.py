@@ -11,14 +11,12 @@ from shmload._checkpoints.source import Source
 from shmload._decoding.allowance import Bound, bound_of
 from shmload._placement.device_map import STRATEGIES, entries_of, parse_device
 from shmload._placement.inventory import (
-    DISK,
     OFFLOAD,
     Inventory,
     choose_inventory,
     is_on_the_host,
     parse_max_memory,
 )
-from shmload._placement.placement import Placement
 from shmload._runtimes.kinds import may_have_accelerators
 from shmload._settings import parse_size, worker_count
 from shmload.errors import ArgumentError
@@ -55,19 +53,6 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         named = [parse_device(device) for device in self._named]
         return bool(named) and not any(map(is_on_the_host, named))
 
-    def require_no_disk(self, placement: Placement | None = None) -> None:
-        """Check that no weights wait on a disk: by the map, or by what a strategy has decided.
-
-        Raises:
-            ArgumentError: some do.
-        """
-        named = map(parse_device, self._named)
-        if DISK in (named if placement is None else (part.device for part in placement.parts)):
-            raise ArgumentError(
-                "device_map: weights do not wait on a disk; leave them on 'offload', or load them "
-                "without shmload: from_pretrained(..., device_map=..., offload_folder=...)"
-            )
-
     def require_present(self) -> None:
         """Check that the machine has the accelerators that are named, before a decode.
 
@@ -98,7 +83,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         """
         named = self._named
         # A strategy may use any, and so may weights that wait.
-        may_use_any = not named or any(parse_device(each) in (OFFLOAD, DISK) for each in named)
+        may_use_any = not named or any(parse_device(each) == OFFLOAD for each in named)
         return choose_inventory(None, self.max_memory, needed=None if may_use_any else named)
 
     @property

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shmload._placement.device_map import Devices, tied_units
-from shmload._placement.inventory import CPU, DISK, OFFLOAD, Inventory, Rooms, boundless
+from shmload._placement.inventory import CPU, OFFLOAD, Inventory, Rooms, boundless
 from shmload._placement.modules import Component, join
 
 # The orders of this many components are tried; the others come after them, the largest first.
@@ -234,12 +234,17 @@ def place_auto(components: Sequence[Component], inventory: Inventory) -> Devices
     if items and not any(item.runs_each_step for item in items):
         items[0] = items[0]._replace(runs_each_step=True)  # what else should a pipeline repeat?
     plan = _cheapest(items, inventory.rooms())
-    if plan is None:
+    host = inventory.find(CPU) or boundless(CPU)
+    # Without an accelerator the CPU is the device that is full.
+    room_nbytes = host.room_nbytes if inventory.accelerators else 0
+    if plan is None or plan.cost.step_nbytes + plan.cost.once_nbytes > room_nbytes:
         return None
     devices = Devices()
+    for item in items:
+        devices |= dict.fromkeys((*item.rest, *(block.path for block in item.blocks)), OFFLOAD)
     for spot in plan.spots:
         devices |= dict.fromkeys(spot.item.rest, spot.main) | spot.homes
-    return _spill(items, devices, inventory)
+    return devices
 
 
 def _cheapest(items: Sequence[_Item], rooms: Rooms) -> _Plan | None:
@@ -284,25 +289,3 @@ def _lower(way: _Attempt, rooms: Rooms, best: _Plan) -> _Plan:
             lowest = level
         level = min((lowest + best.cost.fullest) / 2, best.cost.fullest - _LEVEL_STEP)
     return best
-
-
-def _spill(items: Sequence[_Item], devices: Devices, inventory: Inventory) -> Devices | None:
-    """Have what has no device wait: on the CPU, or else on the disk; None if there is no room."""
-    # Without an accelerator the CPU is the device that is full.
-    homes = {OFFLOAD: CPU, DISK: DISK} if inventory.accelerators else {DISK: DISK}
-    left = {
-        target: (inventory.find(home) or boundless(home)).room_nbytes
-        for target, home in homes.items()
-    }
-    for item in sorted(items, key=lambda item: not item.runs_each_step):
-        pieces = [([block.path], block.nbytes) for block in item.blocks]
-        if item.rest and item.rest[0] not in devices:  # it waits whole, in one place
-            pieces = [([*item.rest, *(block.path for block in item.blocks)], item.nbytes)]
-        for paths, nbytes in pieces:
-            if paths[0] not in devices:
-                target = next((name for name, free in left.items() if nbytes <= free), None)
-                if target is None:
-                    return None
-                devices |= dict.fromkeys(paths, target)
-                left[target] -= nbytes
-    return devices

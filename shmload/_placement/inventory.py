@@ -1,6 +1,6 @@
 """The devices and how much each holds: this machine's, or invented ones to plan for another.
 
-A device has one name everywhere: `cuda:0`, `cpu`, `disk`. A device map has two more targets:
+A device has one name everywhere: `cuda:0`, `cpu`. A device map has two more targets:
 `meta` holds nothing; `offload` is the CPU's memory for weights that an accelerator computes with
 (with weights on `cpu` the CPU computes).
 """
@@ -16,14 +16,12 @@ from shmload._settings import parse_size, settings
 from shmload._wording import nearest
 from shmload.errors import ArgumentError
 
-CPU, DISK, META, OFFLOAD = "cpu", "disk", "meta", "offload"
-WAITING = (OFFLOAD, DISK)
-"""Not devices that compute: weights wait there and are copied when they are needed."""
+CPU, META, OFFLOAD = "cpu", "meta", "offload"
 USUAL = f"{kinds.USUAL_KIND}:0"
 """What a bare index, and a kind without one, mean where no device is known."""
 Rooms = Mapping[str, int]
 """Bytes by device, in the order of the devices: what may be used, or what is free."""
-_WITHOUT_INDEX = (CPU, DISK, META, OFFLOAD)
+_WITHOUT_INDEX = (CPU, META, OFFLOAD)
 _BOUNDLESS_NBYTES = 1 << 62
 _NAME = re.compile(r"([a-z][a-z_]*)(?::(\d+))?")
 _MAX_DEVICES = 1024  # no machine has more
@@ -64,7 +62,7 @@ def is_on_the_host(name: str) -> bool:
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Devices, accelerators first and by index.
 
-    An accelerator that is not listed does not exist; `cpu` and `disk` then have no limit.
+    An accelerator that is not listed does not exist; `cpu` then has no limit.
     """
 
     devices: tuple[Device, ...] = ()
@@ -80,7 +78,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accelerators(self) -> tuple[Device, ...]:
-        """Its devices other than `cpu` and `disk`; may be none."""
+        """Its devices other than `cpu`; may be none."""
         return tuple(device for device in self.devices if not is_on_the_host(device.name))
 
     @property
@@ -141,6 +139,11 @@ def canonical_device(device: object, current: str = USUAL, *, others: Sequence[s
         return kind
     if kind == current_kind or (kind and kinds.is_known(kind)):
         return f"{kind}:{int(index or (current_index if kind == current_kind else 0))}"
+    if kind == "disk":
+        raise ArgumentError(
+            "weights do not wait on a disk; leave them on 'offload', or load them without shmload: "
+            "from_pretrained(..., device_map=..., offload_folder=...)"
+        )
     usual = f"(an index, {USUAL}, {', '.join((*_WITHOUT_INDEX, *others))})"
     meant = kinds.meant_kind(kind)
     known = (*kinds.KINDS, *_WITHOUT_INDEX, *others)
@@ -238,7 +241,7 @@ def choose_inventory(
     found = here.with_devices(_device(name, nbytes) for name, nbytes in limits.items())
     if inventory is not None:
         return found
-    used = tuple(each for each in found.devices if each.name in (*limits, CPU, DISK))
+    used = tuple(each for each in found.devices if each.name in (*limits, CPU))
     return msgspec.structs.replace(found, devices=used, others=())
 
 

@@ -14,13 +14,13 @@ import msgspec
 
 from shmload._placement.auto import place_auto
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map, shorten
-from shmload._placement.inventory import CPU, DISK, OFFLOAD, WAITING, Inventory, boundless
+from shmload._placement.inventory import CPU, OFFLOAD, Inventory, boundless
 from shmload._placement.modules import Component, Module, join
 from shmload._placement.strategies import WHOLE_STRATEGIES
 from shmload._placement.table import DeviceUse, TableRow, placement_page
 from shmload._tables import Page, Printable
 from shmload._wording import format_nbytes
-from shmload.errors import ArgumentError, DoesNotFit
+from shmload.errors import DoesNotFit
 
 
 class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +30,10 @@ class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
     """By component: its device, or the device of each of its modules by path, complete and
     disjoint, in order. A path may lead to a tensor that a module holds beside its children."""
     execution_devices: dict[str, str]
-    """By component: the device of its inputs, and of modules whose weights are on `offload` or
-    `disk` when they compute."""
+    """By component: the device of its inputs, and of modules whose weights are on `offload` when
+    they compute."""
     devices: tuple[DeviceUse, ...]
-    """Accelerators first, then `cpu`, which includes what is on `offload`, then `disk`."""
+    """Accelerators first, then `cpu`, which includes what is on `offload`."""
     parts: tuple[TableRow, ...]
     """The same as `components`, as the rows of a table for people."""
     device_map: dict[str, str]
@@ -52,8 +52,7 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
         device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`: whole components;
             `auto`: divides and spills what does not fit), a device, or a dict of devices by
             component, pattern or dotted path. `offload` keeps weights on the CPU and computes on an
-            accelerator, on `cpu` the CPU computes; `disk` and `meta` mean what they mean in
-            diffusers.
+            accelerator, on `cpu` the CPU computes; `meta` means what it means in diffusers.
         inventory: the devices. A strategy leaves the headroom free; a device that the map names may
             be filled.
 
@@ -68,8 +67,8 @@ def place(components: Sequence[Component], device_map: object, inventory: Invent
         needed = use.nbytes + use.passing_nbytes
         if use.limit_nbytes is not None and needed > use.limit_nbytes:
             what = _overfull(use, placement)
-            way_out = _way_out(components, inventory)
-            raise _too_large(needed, use.limit_nbytes, use.device, what, *way_out)
+            limit = use.limit_nbytes
+            raise _too_large(what, use.device, needed, limit, components, inventory)
     return placement
 
 
@@ -101,37 +100,32 @@ def _choose(
     rest = ", ".join(f"{format_nbytes(nbytes)} of {name}" for name, nbytes in free.items())
     what = f"{chosen!r} finds no device for {sizes}; left are {rest}"
     emptiest = max(free, key=lambda device: free[device])
-    way_out = _way_out(components, inventory)
-    raise _too_large(left[0].nbytes, free[emptiest], emptiest, what, *way_out)
-
-
-def _way_out(
-    components: Sequence[Component], inventory: Inventory
-) -> tuple[str, dict[str, str] | None]:
-    """Return what to do instead, and the device map of `auto` if that fits."""
-    if (devices := place_auto(components, inventory)) is not None:
-        return "'auto' would take", shorten(components, devices)
-    return (
-        "take more or larger devices, a narrower dtype (bfloat16 is half of float32), or allow "
-        "more of cpu or disk"
-    ), None
+    needed, most = left[0].nbytes, free[emptiest]
+    raise _too_large(what, emptiest, needed, most, components, inventory)
 
 
 def _too_large(
+    what: str,
+    device: str,
     needed: int,
     available: int,
-    device: str,
-    what: str,
-    remedy: str,
-    device_map: dict[str, str] | None,
+    components: Sequence[Component],
+    inventory: Inventory,
 ) -> DoesNotFit:
-    shown = f" device_map={device_map}" if device_map else ""
+    """Return an error with the device map of `auto`, if that fits."""
+    devices = place_auto(components, inventory)
+    proposed = None if devices is None else shorten(components, devices)
+    remedy = (
+        f"'auto' would take device_map={proposed}"
+        if proposed
+        else "take more or larger devices, a narrower dtype, or allow more of cpu"
+    )
     return DoesNotFit(
-        f"{what}; {remedy}{shown}",
+        f"{what}; {remedy}",
         needed=needed,
         available=available,
         limit=device,
-        device_map=device_map,
+        device_map=proposed,
         errno=errno.ENOMEM,
     )
 
@@ -160,14 +154,14 @@ def _describe(components: Sequence[Component], devices: Devices, inventory: Inve
             held[name][home] += unit.nbytes
     used = sum(held.values(), Counter[str]())
     free = {device.name: device.nbytes - used[device.name] for device in inventory.accelerators}
-    execution = {name: _execution_device(name, homes, free) for name, homes in units.items()}
+    execution = {name: _execution_device(homes, free) for name, homes in units.items()}
     passing: Counter[str] = Counter()
     for name, homes in units.items():
-        waiting = (unit.largest_leaf_nbytes for unit, home in homes if home in WAITING)
+        waiting = (unit.largest_leaf_nbytes for unit, home in homes if home == OFFLOAD)
         # Weights on the CPU that compute there do not move.
         passing[execution[name]] = max(passing[execution[name]], *waiting, 0)
     used[CPU] += used.pop(OFFLOAD, 0)
-    others = (boundless(name) for name in (CPU, DISK) if used[name] and not inventory.find(name))
+    others = [boundless(CPU)] if used[CPU] and not inventory.find(CPU) else []
     return Placement(
         components={each.name: _by_module(each, devices) for each in components},
         execution_devices=execution,
@@ -197,32 +191,20 @@ def _by_module(component: Component, devices: Devices) -> str | dict[str, str]:
     return homes.get("", homes)
 
 
-def _execution_device(
-    name: str, units: Sequence[tuple[Module, str]], free: Mapping[str, int]
-) -> str:
+def _execution_device(units: Sequence[tuple[Module, str]], free: Mapping[str, int]) -> str:
     """Return the device on which a component computes.
 
     That is the device of its first module that is not a block. If some of its weights are offloaded
     it is an accelerator: the first that has a module of it, or else the one with most room left.
 
     Args:
-        name: of the component.
         units: of the component, each with its device.
         free: what is left of each accelerator.
-
-    Raises:
-        ArgumentError: weights wait on a disk, and the CPU computes with others: accelerate's
-            hooks know the CPU of such a model only as the place where weights wait.
     """
     homes = [home for _, home in sorted(units, key=lambda each: each[0].is_whole)]
-    computing = [home for home in homes if home not in WAITING]
+    computing = [home for home in homes if home != OFFLOAD]
     if len(computing) < len(homes):
         # If there is an accelerator, offloaded weights never compute on the CPU.
         emptiest = max(free, key=lambda device: free[device], default=CPU)
         computing = [home for home in computing if home in free] or [emptiest]
-    if computing[0] != CPU and CPU in homes and DISK in homes:
-        raise ArgumentError(
-            f"device_map: {name or 'the model'} cannot compute on the cpu and on {computing[0]} "
-            "while weights wait on a disk; write 'offload' instead of 'cpu' for its modules"
-        )
     return computing[0]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from shmload._placement.inventory import CPU, OFFLOAD, WAITING
+from shmload._placement.inventory import CPU, OFFLOAD
 from shmload._tables import Page, Table
 from shmload._wording import format_nbytes
 
@@ -26,7 +26,7 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """Size of the weights that are there, in bytes."""
     passing_nbytes: int
-    """The most that comes there at a time of weights on `offload` or `disk`, in bytes."""
+    """The most that comes there at a time of weights on `offload`, in bytes."""
     limit_nbytes: int | None
     """How many bytes may lie there at most; None if the inventory has no limit."""
 
@@ -41,7 +41,7 @@ def placement_page(
     limits = {use.device: use.limit_nbytes for use in devices}
     rows = []
     for part in parts:
-        at = f", computes on {execution[part.component]}" * (part.device in WAITING)
+        at = f", computes on {execution[part.component]}" * (part.device == OFFLOAD)
         share = _share(part.nbytes, limits.get(CPU if part.device == OFFLOAD else part.device))
         size = format_nbytes(part.nbytes)
         rows.append((part.component or "-", size, f"{part.device}{at}", share))

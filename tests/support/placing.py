@@ -108,6 +108,4 @@ def inventories(draw):
     items = [f"{size}MiB" for size in sizes]
     if not items or draw(st.booleans()):
         items.append(f"cpu={draw(st.integers(0, 100))}MiB")
-    if draw(st.booleans()):
-        items.append(f"disk={draw(st.integers(0, 100))}MiB")
     return ",".join(items)

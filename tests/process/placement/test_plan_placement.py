@@ -58,7 +58,7 @@ def test_divided_maps_cover_every_tensor_for_accelerate(saved, family):
     for name, model in models.items():
         component = component_of(name, model)
         most = component.nbytes * 3 / 4 / UNIT
-        placed = place([component], "auto", limited(most, most, cpu=most)).components[name]
+        placed = place([component], "auto", limited(most, most)).components[name]
         if isinstance(placed, dict):
             check_device_map(model, placed)
 

@@ -47,7 +47,7 @@ def test_what_is_no_device_is_refused_with_what_is(given):
         ("24GiB", {"cuda:0": 24 * GIB}),
         ("2 x 24 GiB, 80GiB", {"cuda:0": 24 * GIB, "cuda:1": 24 * GIB, "cuda:2": 80 * GIB}),
         ("cpu=64GiB,cuda:1=24GiB", {"cuda:1": 24 * GIB, "cpu": 64 * GIB}),
-        ("0=16e9, disk=1TB", {"cuda:0": 16 * 10**9, "disk": 10**12}),
+        ("0=16e9, cpu=1TB", {"cuda:0": 16 * 10**9, "cpu": 10**12}),
         ("xpu:0=8GiB", {"xpu:0": 8 * GIB}),
     ],
 )
@@ -64,6 +64,7 @@ def test_inventory_is_read_with_accelerators_first(text, sizes):
         ("cuda:0=", "not a size"),
         ("0=1GiB,1GiB,cuda:0=2GiB", "twice"),
         ("offload=1GiB", "cpu's"),
+        ("disk=1GiB", "do not wait on a disk"),
         ("-1=1GiB", "not a device"),
         ("0x24GiB", "inventory: '0x24GiB': there are 1 to 1024 devices; write 1x24GiB"),
         (f"{9**99}x1GiB", "there are 1 to 1024 devices; write 1x1GiB"),
@@ -94,8 +95,8 @@ def test_max_memory_limits_some_devices_of_an_inventory_without_headroom():
 def test_max_memory_names_devices_that_are_there(monkeypatch):
     here = parse_inventory("2x24GiB,cpu=8GiB")
     monkeypatch.setattr(inventory, "machine_inventory", lambda *_: here)
-    found = choose_inventory(None, {1: GIB, "disk": GIB})
-    assert _sizes(found) == {"cuda:1": GIB, "cpu": 8 * GIB, "disk": GIB}
+    found = choose_inventory(None, {1: GIB})
+    assert _sizes(found) == {"cuda:1": GIB, "cpu": 8 * GIB}
     for given in (None, "2x80GiB"):
         with pytest.raises(ArgumentError, match=r"max_memory: it names cuda:2, .*cuda:0, cuda:1"):
             choose_inventory(given, {0: GIB, 2: GIB})
