@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 
 from shmload._wording import format_nbytes
@@ -28,70 +29,58 @@ _NO_MEMORY = (
 _MAX_ERRORS = 20  # of one chain; they can be cyclic
 
 
+# How each limit is raised.
+_RAISING = {
+    "RLIMIT_AS": "`ulimit -v unlimited`, or LimitAS= of a systemd unit",
+    "RLIMIT_DATA": "`ulimit -d unlimited`, or LimitDATA= of a systemd unit",
+    "RLIMIT_FSIZE": "`ulimit -f unlimited`, or LimitFSIZE= of a systemd unit",
+    "RLIMIT_NOFILE": "`ulimit -n 65536`, LimitNOFILE=, or `docker run --ulimit nofile=`",
+    "RLIMIT_NPROC": "`ulimit -u`, TasksMax= of a systemd unit, or `docker run --pids-limit`",
+}
+
+
 def allow_descriptors(count: int) -> None:
     """Let this process open so many more files, as far as its hard limit allows.
 
     Raises the soft limit for good, in children that start later too; a program that uses select(2)
     is not disturbed before it opens more than 1,024 files itself.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTORS
+    _raise_soft("RLIMIT_NOFILE", len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTORS)
+
+
+def allow_file_size() -> None:
+    """Let this process write files as large as its hard limit allows."""
+    _raise_soft("RLIMIT_FSIZE", sys.maxsize)
+
+
+def _raise_soft(name: str, wanted: int) -> None:
+    number = getattr(resource, name)
+    soft, hard = resource.getrlimit(number)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and most > soft:
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(number, (most, hard))
 
 
-def allow_file_size() -> int | None:
-    """Let this process write files as large as its hard limit allows; return that, in bytes.
-
-    Returns:
-        None if nothing limits it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def require_file_size(path: _Path, nbytes: int, writer: str = "this process") -> None:
+def require_file_size(path: _Path, nbytes: int) -> None:
     """Check that this process may write a file of so many bytes.
 
     Args:
         path: of the shard whose segment it is.
         nbytes: size of the segment, in bytes.
-        writer: what this process is called in the error.
 
     Raises:
         CapacityError: RLIMIT_FSIZE forbids it.
     """
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if soft != resource.RLIM_INFINITY and nbytes > soft:
-        raise _limit_reached(
-            path,
-            f"its segment takes {format_nbytes(nbytes)}, and RLIMIT_FSIZE lets {writer} write "
-            f"files of {format_nbytes(soft)}",
-            "`ulimit -f unlimited`, or LimitFSIZE= of a systemd unit",
-            "RLIMIT_FSIZE",
-            soft,
-            errno.EFBIG,
-        )
+        reason = f"its segment takes {format_nbytes(nbytes)}"
+        raise _limit_reached(path, reason, "RLIMIT_FSIZE", errno.EFBIG)
 
 
 def too_many_files(path: _Path) -> CapacityError:
     """Return the error for a file that cannot be opened because too many are."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _limit_reached(
-        path,
-        f"too many open files: RLIMIT_NOFILE lets this process open {soft}",
-        f"`ulimit -n {max(4096, 4 * soft)}`, LimitNOFILE= of a systemd unit, or "
-        "`docker run --ulimit nofile=`",
-        "RLIMIT_NOFILE",
-        soft,
-        errno.EMFILE,
-    )
+    return _limit_reached(path, "too many open files", "RLIMIT_NOFILE", errno.EMFILE)
 
 
 def process_refused(what: str, exc: OSError) -> CapacityError | None:
@@ -101,40 +90,19 @@ def process_refused(what: str, exc: OSError) -> CapacityError | None:
         what: the process.
         exc: what the start raised.
     """
-    match exc.errno:
-        case errno.EMFILE:
-            return too_many_files(what)
-        case errno.EAGAIN:
-            soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-            most = "any number" if soft == resource.RLIM_INFINITY else soft
-            return _limit_reached(
-                what,
-                f"too many processes: RLIMIT_NPROC lets this user have {most}, and a control group "
-                "may allow for fewer",
-                "`ulimit -u`, TasksMax= of a systemd unit, or `docker run --pids-limit`",
-                "RLIMIT_NPROC",
-                soft,
-                errno.EAGAIN,
-            )
-        case _:
-            return None
+    if exc.errno == errno.EMFILE:
+        return too_many_files(what)
+    if exc.errno == errno.EAGAIN:
+        reason = "too many processes, of this user or of its control group"
+        return _limit_reached(what, reason, "RLIMIT_NPROC", errno.EAGAIN)
+    return None
 
 
 def no_memory(path: _Path) -> CapacityError:
     """Return the error for a load to which the kernel gave no memory."""
     for name in ("RLIMIT_AS", "RLIMIT_DATA"):
-        soft = resource.getrlimit(getattr(resource, name))[0]
-        if soft != resource.RLIM_INFINITY:
-            flag = "-v" if name == "RLIMIT_AS" else "-d"
-            return _limit_reached(
-                path,
-                f"there is no memory: {name} lets this process have {format_nbytes(soft)}",
-                f"`ulimit {flag} unlimited`, or Limit{name.removeprefix('RLIMIT_')}= of a systemd "
-                "unit",
-                name,
-                soft,
-                errno.ENOMEM,
-            )
+        if resource.getrlimit(getattr(resource, name))[0] != resource.RLIM_INFINITY:
+            return _limit_reached(path, "there is no memory", name, errno.ENOMEM)
     return MemoryLimitExceeded(
         f"{os.fspath(path)}: the kernel gives no memory; free some, or see vm.overcommit_memory",
         limit="the machine's memory",
@@ -142,14 +110,14 @@ def no_memory(path: _Path) -> CapacityError:
     )
 
 
-def _limit_reached(
-    path: _Path, reason: str, remedy: str, limit: str, available: int, number: int
-) -> CapacityError:
+def _limit_reached(path: _Path, reason: str, limit: str, number: int) -> CapacityError:
+    soft = resource.getrlimit(getattr(resource, limit))[0]
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else soft
     return CapacityError(
-        f"{path}: {reason}; raise it with {remedy}",
+        f"{path}: {reason}; {limit} is {shown}; raise it with {_RAISING[limit]}",
         path=path,
         limit=limit,
-        available=available,
+        available=soft,
         errno=number,
     )
 

@@ -49,7 +49,7 @@ def many(tmp_path, evicts):
 
 @decoding_door
 def test_size_of_files(checkpoint, shm_names, door):
-    words = (checkpoint, "RLIMIT_FSIZE", "1000 B", "ulimit -f unlimited")
+    words = (checkpoint, "RLIMIT_FSIZE is 1000", "ulimit -f unlimited")
     with file_size(1000):
         refusal(door, checkpoint, shmload.CapacityError, *words)
     assert shm_names() == []
@@ -84,7 +84,7 @@ def test_hard_limit_of_open_files_is_named_with_the_remedy(many, child, shm_name
     said = child(MANY, many, "hard").expect("REFUSED")
     assert said.startswith("RLIMIT_NOFILE True ")
     assert "too many open files" in said
-    assert "ulimit -n 4096" in said
+    assert "ulimit -n 65536" in said
     assert shm_names() == []
 
 
@@ -101,7 +101,7 @@ except shmload.CapacityError as exc:
 """
     said = child(limited).expect("REFUSED")
     assert said.startswith("RLIMIT_NOFILE True a worker process: too many open files")
-    assert "ulimit -n 4096" in said
+    assert "ulimit -n 65536" in said
 
 
 def test_limit_of_processes_is_named(monkeypatch):
