@@ -3,7 +3,8 @@
 Weights that stay on a device are there before. `waiting` brings those that wait on the host.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,10 +15,7 @@ from shmload._devices.moves import put
 from shmload._devices.origin import Segments
 from shmload._devices.waiting import Waiting
 from shmload._placement.inventory import CPU, OFFLOAD
-from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError
-
-logger = logger_of(__name__)
 
 
 class Blocks(NamedTuple):
@@ -101,15 +99,12 @@ def _align(
         waiting: brings the weights of blocks; None if there are none.
         roots: the block of each module that is in one.
     """
-    from shmload._devices.aligning import (
-        ActivationsHook,
-        ModelHook,
-        WaitingHook,
-        add_hook,
-    )
+    from shmload._devices.aligning import ActivationsHook, ModelHook, WaitingHook, add_hook
 
     skip_keys = _skip_keys_of(model)
-    for path, module in _with_tensors(model):
+    for path, module in list(model.named_modules()):
+        if path and not _has_tensors(module):
+            continue
         name = device_at(devices, path, execution_device)
         if waiting and name in (OFFLOAD, execution_device):
             device = waiting.runtime.device
@@ -143,24 +138,13 @@ def _roots(
     """Note the blocks that wait; returns the block of each module in one."""
     modules = dict(model.named_modules(remove_duplicate=False))
     roots: dict[nn.Module, nn.Module] = {}
-    elsewhere = 0
     for path in blocks.paths:
         root = modules.get(path)
         if root is None or root in roots or device_at(devices, path, "") != OFFLOAD:
             continue
         for module in root.modules():
             roots.setdefault(module, root)
-        origins = blocks.segments.origins(root.parameters())
-        blocks.waiting.add(root, origins)
-        here = (p for p in root.parameters() if p.is_cpu)
-        elsewhere += sum(p.nbytes for p in here if not any(o.holds(p) for o in origins))
-    if elsewhere:
-        logger.info(
-            "%s: %s of weights wait in no segment and are copied more slowly; load_pipeline and "
-            "load_model make segments of all weights with keep=True",
-            type(model).__name__,
-            format_nbytes(elsewhere),
-        )
+        blocks.waiting.add(root, blocks.segments.origins(root.parameters()))
     return roots
 
 
@@ -169,18 +153,9 @@ def _are_plain(model: nn.Module) -> bool:
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-def _with_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that have a tensor in or below them, each with its path."""
-    paths = {""}
-    for path, module in model.named_modules():
-        if any(
-            tensor is not None
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-        ):
-            while path not in paths:
-                paths.add(path)
-                path = path.rpartition(".")[0]
-    return ((path, module) for path, module in model.named_modules() if path in paths)
+def _has_tensors(module: nn.Module) -> bool:
+    """Tell whether a module has a tensor in or below it."""
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _skip_keys_of(model: nn.Module) -> Any:

@@ -138,7 +138,6 @@ class Waiting:
         self._is_full = False  # the device, for more than one block
         self._upload: Upload | None = None
         self._close_upload: Callable[[], object] = lambda: None
-        self._is_holding = False  # pages or memory, since the last `release`
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
@@ -192,8 +191,6 @@ class Waiting:
     def release(self) -> None:
         """Free what was copied ahead and unlock all pages, until a block is used again."""
         with self._lock:
-            if not self._is_holding:  # each hook of a model calls this when it is removed
-                return
             self.runtime.drain()
             for block in list(self._blocks.values()):
                 for origin in block.origins:
@@ -201,7 +198,6 @@ class Waiting:
             self._ahead = self._upload = None
             self._is_full = False
             self._close_upload()
-            self._is_holding = False
 
     # With the lock held ---------------------------------------------------------------------------
 
@@ -279,7 +275,6 @@ class Waiting:
 
     def _locked(self, block: _Block) -> list[Origin]:
         """Lock a block's origins; returns those that are locked."""
-        self._is_holding = True
         return [origin for origin in block.origins if origin.lock(self.runtime)]
 
     def _fetch(self, layout: _Layout, origins: Sequence[Origin]) -> torch.Tensor:

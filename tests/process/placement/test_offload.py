@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import logging
 import pickle
 
 import numpy as np
@@ -197,10 +196,9 @@ def test_full_device_is_an_error_and_the_next_call_works(saved, device):
     assert torch.equal(flux(got), flux(reference(saved("flux"), torch.bfloat16)))
 
 
-def test_weights_in_no_segment_say_so(device, caplog):
+def test_weights_in_no_segment_wait_too(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with caplog.at_level(logging.INFO, "shmload._devices.hooks"):
+    with torch.no_grad():
+        wanted = model(torch.ones(1, 4))
         shmload.to_device(model, {"0": 0, "1": "offload"})
-    (record,) = caplog.records
-    assert record.message.startswith("Sequential: 80 B of weights wait in no segment")
-    assert model(torch.ones(1, 4)).shape == (1, 4)
+        assert torch.equal(model(torch.ones(1, 4)), wanted)
