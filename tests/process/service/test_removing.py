@@ -19,14 +19,13 @@ def commands():
 
 
 def test_removing_as_documented_leaves_no_trace(
-    service, checkpoint, configure, monkeypatch, tmp_path, shm_names
+    service, checkpoint, monkeypatch, tmp_path, shm_names
 ):
     runtime, cache = tmp_path / "runtime", tmp_path / "cache"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("SHMLOAD_CACHE_DIR")
-    configure(socket=runtime / "shmload" / "service.sock")
     process = service()
     shmload.warm(checkpoint, dtype="bfloat16")
     (cache / "shmload" / "rules").mkdir(parents=True)
