@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from stat import S_ISSOCK
 from typing import Any
 
 from shmload._host.shm import SHM_DIR
@@ -81,9 +82,9 @@ class Imports:
             sys.stdout.flush()
             sys.stderr.flush()
             self._hidden.said = os.pread(1, os.fstat(1).st_size, 0)
-            _require_fitness()
+            self.descriptors |= _descriptors() - before
+            _require_fitness(self.descriptors)
             self._freshness.begin()
-        self.descriptors |= _descriptors() - before
         gc.collect()
         gc.freeze()
         _use_huge_pages()
@@ -118,12 +119,20 @@ class Imports:
             self.make(wanted, may_fail=True)
 
 
-def _require_fitness() -> None:
-    """Check that copies of this process are sound.
+def _require_fitness(descriptors: set[int]) -> None:
+    """Check that copies of this process are sound, and have nothing that reaches another copy.
+
+    Args:
+        descriptors: what imports have opened.
 
     Raises:
-        Unfit: it has more than one thread, or has touched a GPU.
+        Unfit: it has more than one thread, has touched a GPU, or shares memory or a socket.
     """
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        if any(line.split(maxsplit=2)[1].startswith("rw-s") for line in lines):
+            raise Unfit("an import has mapped memory that all programs would share")
+    if any(S_ISSOCK(os.fstat(fd).st_mode) for fd in descriptors):
+        raise Unfit("an import has opened a socket that all programs would share")
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         raise Unfit("an import has touched the GPU")

@@ -90,9 +90,11 @@ def write_note(key: str, name: str, text: str) -> None:
         OSError: it cannot be written.
     """
     path = f"{socket_of(key)}.{name}"
-    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="surrogateescape") as file:
+    new = f"{path}.{os.getpid()}"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
-    os.replace(file.name, path)  # a reader finds it whole
+    os.replace(new, path)  # a reader finds it whole
 
 
 def read_note(key: str, name: str) -> str | None:

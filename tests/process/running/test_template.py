@@ -51,12 +51,36 @@ def test_template_ends_after_sigterm(template):
     wait_until_gone(template)
 
 
+_DEAF = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM])
+os.environ.pop("LC_CTYPE", None)  # which Python itself may have set
+os.execv(sys.executable, [sys.executable, "-m", "shmload", *sys.argv[1:]])
+"""
+
+
+def test_signals_of_the_first_caller_are_not_those_of_the_template(place):
+    """It would not learn of the end of its programs, nor be told to end."""
+    place.environment["SHMLOAD_RUN_IMPORTS"] = "json.tool"
+    place.run([sys.executable, "-c", _DEAF, "run", "-c", "pass"], check=True)
+    (template,) = place.wait_for_templates(
+        lambda found: [each.state for each in found] == ["ready"]
+    )
+    ended = place.shmload("run", "-v", "-c", "import sys; sys.exit(5)")
+    assert (ended.returncode, ended.stderr) == (5, "")
+    os.kill(template.pid, signal.SIGTERM)
+    wait_until_gone(template.pid)
+
+
 # What makes it unfit -------------------------------------------------------------------------
 
 _UNFIT = {
     "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), "
                 "daemon=True).start()", "an import has left threads running"),
     "crashes": ("import os; os.abort()", "has ended while it imported"),
+    "memory": ("import mmap; SHARED = mmap.mmap(-1, 4096)", "memory that all programs"),
+    "connection": ("import socket; PAIR = socket.socketpair()", "socket that all programs"),
     "raises": ("raise ValueError('no, thanks')", "ValueError: no, thanks"),
 }  # fmt: skip
 
