@@ -101,7 +101,7 @@ def choose_victims(
 
     Args:
         resident: all segments.
-        nbytes: size of the new segments, in bytes.
+        nbytes: size of the new segments, in bytes; 0 to keep to the budget alone.
         room: memory that is free without evicting anything, in bytes.
         budget: limit for resident segments; None for memory alone.
         reserved: how much of the budget is for other segments to come, in bytes.
@@ -117,7 +117,7 @@ def choose_victims(
     over = 0
     if budget:
         over = sum(info.nbytes for info in found) + reserved + nbytes - budget.nbytes
-    excess = max(over, nbytes - room)
+    excess = max(over, nbytes - room) if nbytes else over  # what is idle may stay in little memory
     victims: list[SegmentInfo] = []
     freed = 0
     for info in evictable(found):

@@ -90,6 +90,12 @@ LEASED, PINNED = (
 )
 
 
+def test_budget_alone_looks_at_no_memory():
+    idle = [segment("old", used_at=1.0), segment("new", used_at=2.0)]
+    assert choose_victims(idle, 0, -GIB, service_budget(2 * GIB)) == []
+    assert choose_victims(idle, 0, -GIB, service_budget(GIB)) == idle[:1]
+
+
 def test_refusal_advises_what_can_help():
     said = refusal([LEASED, PINNED], budget=4 * GIB)
     assert "end processes that use models (`shmload ls`), or unpin models" in said
