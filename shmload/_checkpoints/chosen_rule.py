@@ -41,21 +41,12 @@ def rule_for(checkpoint: Checkpoint, dtype: object) -> Rule:
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
-    target = wanted_dtype(dtype, checkpoint.component)
-    if known := _known_rule(checkpoint, target):
+    if known := known_rule(checkpoint, dtype):
         return known
+    target = wanted_dtype(dtype, checkpoint.component)
     derived: Rule = library("rules").derive_rule(checkpoint, target)
     _memo(checkpoint, target).write(derived)
     return derived
-
-
-def is_known(checkpoint: Checkpoint, dtype: object) -> bool:
-    """Tell whether the rule of a checkpoint is found without importing a library.
-
-    Raises:
-        UnknownDtype: a name is not that of a dtype.
-    """
-    return _known_rule(checkpoint, wanted_dtype(dtype, checkpoint.component)) is not None
 
 
 def likely_rule(checkpoint: Checkpoint, dtype: object) -> Rule:
@@ -67,15 +58,21 @@ def likely_rule(checkpoint: Checkpoint, dtype: object) -> Rule:
     Raises:
         UnknownDtype: a name is not that of a dtype.
     """
-    target = wanted_dtype(dtype, checkpoint.component)
-    if known := _known_rule(checkpoint, target):
+    if known := known_rule(checkpoint, dtype):
         return known
+    target = wanted_dtype(dtype, checkpoint.component)
     if target is None and checkpoint.library == "diffusers":
         return Rule(target="F32", is_widening=True)
     return Rule(target=target)
 
 
-def _known_rule(checkpoint: Checkpoint, target: str | None) -> Rule | None:
+def known_rule(checkpoint: Checkpoint, dtype: object) -> Rule | None:
+    """Return the rule of a checkpoint if it is found without importing a library; else None.
+
+    Raises:
+        UnknownDtype: a name is not that of a dtype.
+    """
+    target = wanted_dtype(dtype, checkpoint.component)
     if says_quantised(checkpoint):
         return RAW
     if not checkpoint.class_name:

@@ -16,14 +16,13 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from shmload._checkpoints.formats.known import formats_asked
 from shmload._checkpoints.library import library
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import resolve, resolve_model
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._checkpoints.weights import files_of_model, weights_in
+from shmload._checkpoints.weights import files_of_model
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -90,27 +89,10 @@ def _find(
             if is_offline:
                 raise
         else:
-            if is_offline or _is_whole(found, wanted, kwargs):
+            if is_offline or found.is_complete:
                 return found
     # What the cache lacks, or has only in part.
     return resolve_in(wanted, _download(wanted, kwargs, is_model=is_model), kwargs)
-
-
-def _is_whole(found: Source, wanted: Wanted, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether the cache has all that is wanted, in the format that is asked for."""
-    use_safetensors = kwargs.get("use_safetensors")
-    if use_safetensors is None or not found.is_complete:
-        return found.is_complete
-    folders = [found.root / wanted.hub.folder]
-    if found.is_pipeline:
-        chosen = found.components if wanted.components is None else wanted.components
-        folders = [found.folder_of(name) for name in chosen if name not in kwargs]
-    suffixes = formats_asked(use_safetensors)[0].suffixes
-    return all(
-        any(name.endswith(suffixes) for name in names)
-        for names in map(weights_in, folders)
-        if names
-    )
 
 
 def _require_cached(wanted: Wanted) -> Path:

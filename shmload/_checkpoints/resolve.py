@@ -112,12 +112,12 @@ def resolve_model(wanted: Wanted, root: Path, kwargs: Mapping[str, Any] | None =
         with contextlib.suppress(IndexMalformed):  # transformers takes any path in an index
             found = _checkpoint(wanted, folder, kwargs or {})
     is_read = found is not None and found.shards and not is_left(found.shards)
-    return Source(
+    return _source(
+        wanted,
+        root,
         given=os.fspath(wanted.source),
-        root=root,
         checkpoints=(found,) if found and is_read else (),
         folders={"": folder},
-        variant=wanted.variant,
         is_complete=is_below and is_there and bool(weights_in(folder)),
     )
 
@@ -150,9 +150,12 @@ def _without_class(wanted: Wanted, root: Path, shards: Collection[Path], **other
     """Return a source that is some files of weights, of which no class is known."""
     folder = root if root.is_dir() else root.parent
     found = Checkpoint(folder=folder, shards=tuple(shards))
-    return Source(
-        given=wanted.source, root=root, checkpoints=(found,), variant=wanted.variant, **others
-    )
+    return _source(wanted, root, checkpoints=(found,), **others)
+
+
+def _source(wanted: Wanted, root: Path, **others: Any) -> Source:
+    others.setdefault("given", wanted.source)
+    return Source(root=root, variant=wanted.variant, **others)
 
 
 def _resolve_named(wanted: Wanted, root: Path) -> Source:
@@ -197,11 +200,10 @@ def _resolve_pipeline(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> 
     found = [_checkpoint(wanted, root / name, kwargs, name, *listed[name]) for name in sought]
     ask_for([shard for each in found for shard in each.shards])
     read = [each for each in found if each.shards and not is_left(each.shards)]
-    class_name = index.get("_class_name")
-    variant = wanted.variant
-    return Source(
-        given=wanted.source,
-        root=root,
+    class_name, variant = index.get("_class_name"), wanted.variant
+    return _source(
+        wanted,
+        root,
         # A list names a class in the repository's own Python file; only the library can find it.
         class_name=class_name if isinstance(class_name, str) else "",
         components=tuple(listed),
@@ -209,20 +211,18 @@ def _resolve_pipeline(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> 
         is_complete=all(os.path.isdir(root / name) for name in sought)
         and (variant is None or any(has_variant(root / name, variant) for name in sought)),
         unread=tuple(each.component for each in found if each not in read),
-        variant=variant,
     )
 
 
 def _resolve_modular(wanted: Wanted, root: Path) -> Source:
     """Return a modular pipeline by its index alone: its components are found by `modular`."""
     index = read_json(root / MODULAR_INDEX)
-    return Source(
-        given=wanted.source,
-        root=root,
+    return _source(
+        wanted,
+        root,
         class_name=str(index.get("_class_name", "")),
         components=tuple(name for name, _ in listed_specs(index)),
         is_modular=True,
-        variant=wanted.variant,
     )
 
 
@@ -230,7 +230,7 @@ def _resolve_folder(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> So
     """Return a model's directory, or one of adapters."""
     found = _checkpoint(wanted, root, kwargs)
     if found.shards and not is_left(found.shards):
-        return Source(given=wanted.source, root=root, checkpoints=(found,), variant=wanted.variant)
+        return _source(wanted, root, checkpoints=(found,))
     names = os.listdir(root)
     adapters, others = find_adapters(root, names)
     if adapters:
@@ -242,14 +242,7 @@ def _resolve_folder(wanted: Wanted, root: Path, kwargs: Mapping[str, Any]) -> So
             indexed_shards(root / name)  # raises: its shards lie elsewhere
         reason = f"a directory without model_index.json or {format_names()} weights"
         raise SourceNotFound(f"{wanted.source}: {reason}")
-    return Source(
-        given=wanted.source,
-        root=root,
-        is_complete=False,
-        unread=("",),
-        choices=tuple(others),
-        variant=wanted.variant,
-    )
+    return _source(wanted, root, is_complete=False, unread=("",), choices=tuple(others))
 
 
 def _checkpoint(

@@ -51,50 +51,9 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
         del fields["subfolder"], fields["weight_name"]
         return fields
 
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as keyword arguments."""
-        defaults = msgspec.structs.asdict(Hub())
-        given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if value != defaults[name]}
-
 
 HUB_ARGUMENTS = frozenset(Hub.__struct_fields__)
-PIPELINE_ARGUMENTS = HUB_ARGUMENTS - {"subfolder", "weight_name"}
-"""A pipeline is the root of its repository."""
 _OLDER_DTYPE = "torch_dtype"
-
-
-def chosen_dtype(dtype: object, torch_dtype: object) -> object:
-    """Return the dtype that a caller gave, under its name or under its older one.
-
-    Raises:
-        ArgumentError: it is given under both.
-    """
-    if dtype is not None and torch_dtype is not None:
-        raise ArgumentError(
-            "dtype and torch_dtype are both given; they are two names of one argument, so give "
-            "dtype only"
-        )
-    return torch_dtype if dtype is None else dtype
-
-
-def require_known(
-    kwargs: Collection[str], function: Callable[..., Any], known: Collection[str]
-) -> None:
-    """Refuse a keyword argument that nothing takes.
-
-    Args:
-        kwargs: the names that a function got beside those in its signature.
-        function: the function. An error names it, and suggests the names in its signature too.
-        known: the names that are taken.
-
-    Raises:
-        ArgumentError: a name is not known.
-    """
-    for name in sorted(set(kwargs).difference(known)):
-        near = nearest(name, sorted(named_arguments(function).union(known)))
-        raise ArgumentError(f"{function.__qualname__} has no argument {name!r}{near}")
 
 
 def require_bools(**given: object) -> None:
@@ -197,14 +156,21 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
                 f"{source} is a publication: load_pipeline and load_model take it, and no other "
                 f"function, such as {function.__name__}"
             )
-        dtype = chosen_dtype(dtype, kwargs.pop(_OLDER_DTYPE, None))
-        known = PIPELINE_ARGUMENTS if is_pipeline else HUB_ARGUMENTS
-        if not has_others:
-            require_known(kwargs, function, known)
+        older = kwargs.pop(_OLDER_DTYPE, None)
+        if dtype is not None and older is not None:
+            raise ArgumentError(
+                "dtype and torch_dtype are both given; they are two names of one argument, so give "
+                "dtype only"
+            )
+        # A pipeline is the root of its repository.
+        known = HUB_ARGUMENTS - ({"subfolder", "weight_name"} if is_pipeline else set())
+        for name in () if has_others else sorted(kwargs.keys() - known):
+            near = nearest(name, sorted(known | named_arguments(function)))
+            raise ArgumentError(f"{function.__qualname__} has no argument {name!r}{near}")
         given = {name: kwargs[name] for name in known if kwargs.get(name) is not None}
         return cls(
             source=expand_home(source),
-            dtype=dtype,
+            dtype=older if dtype is None else dtype,
             components=components,
             variant=variant,
             hub=Hub(**given),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from shmload._checkpoints.chosen_rule import is_known, rule_for
+from shmload._checkpoints.chosen_rule import known_rule, rule_for
 from shmload._checkpoints.formats.known import variant_of
 from shmload._checkpoints.left_out import why_none_is_read
 from shmload._checkpoints.library import library, whole_libraries
@@ -57,7 +57,7 @@ def find_with_rules(
             found = library("makers").PipelineMaker(pipeline_class).import_classes(found)
     dtype, doing = settle_dtype(wanted.dtype, found), ""
     with paused_gc():
-        if not all(is_known(checkpoint, dtype) for checkpoint in found.checkpoints):
+        if not all(known_rule(checkpoint, dtype) for checkpoint in found.checkpoints):
             doing = "finding the dtype rules of its classes (once)"
             importing = "importing diffusers and transformers to find dtype rules (once)"
             with progress.during(Phase.IMPORT, importing), whole_libraries():

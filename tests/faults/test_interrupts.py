@@ -2,15 +2,11 @@
 
 import os
 import signal
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 from watching import Watched, until, workers_of
-
-import shmload
-from shmload._checkpoints.library import whole_libraries
 
 # Runs in a process group of its own, as a shell starts it; prints when its load is being ended.
 LOADER = """
@@ -164,31 +160,3 @@ def test_load_after_an_interrupted_import_says_to_restart(
     said = [process.expect("GOT") for _ in range(5)]
     # A file of weights has no class: it needs no library.
     assert said == ["LibraryError True"] * 4 + ["nothing"]
-
-
-@pytest.mark.slow
-@pytest.mark.libraries
-def test_load_after_an_interrupted_import_of_accelerate_says_to_restart(
-    saved, new_child, configure, tmp_path, evicts
-):
-    configure(cache_dir=tmp_path / "no rules")
-    program = CUT_SHORT.replace("torch.autograd", "accelerate.hooks")
-    process = new_child(program, saved("flux"), tmp_path)
-    assert process.expect("GOT") == "KeyboardInterrupt False"
-    assert [process.expect("GOT") for _ in range(2)] == ["LibraryError True"] * 2
-    process.expect("GOT")
-    assert process.expect("GOT") == "LibraryError True"  # warm
-
-
-def test_error_beside_a_library_that_can_be_imported_again_is_itself(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.odd.module", sys)
-    for error in (KeyError("mine"), FileNotFoundError("mine")):
-        with pytest.raises(type(error), match="mine"), whole_libraries():
-            raise error
-    half = "cannot import name 'a' from partially initialized module '{}' (most likely due to a)"
-    with pytest.raises(shmload.LibraryError, match=r"transformers\.odd"), whole_libraries():
-        raise RuntimeError("Failed to import") from ImportError(half.format("transformers.odd.b"))
-    for text in ("no such thing", half.format("diffusers.odd")):
-        with pytest.raises(ImportError, match=text[:9]) as caught, whole_libraries():
-            raise ImportError(text)
-        assert type(caught.value) is ImportError

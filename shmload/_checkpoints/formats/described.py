@@ -49,7 +49,7 @@ def read_described(fd: int, module: str, package: str) -> Header:
 
     Args:
         fd: the open file; its position is not moved.
-        module: of the format, which has `import_library` and `describe`.
+        module: of the format, which has `describe`.
         package: what pip calls the library.
 
     Raises:

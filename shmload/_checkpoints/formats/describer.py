@@ -9,6 +9,7 @@ Guarantee: a file that makes a library hang, crash or use up memory does so in t
 which ends when its parent ends or asks no more.
 """
 
+import importlib
 import os
 import resource
 import socket
@@ -23,6 +24,7 @@ from shmload._ipc.procs import die_with_parent
 
 # Without the file, which is mapped at most. The imports of torch take a tenth of it.
 _MOST_NBYTES = 16 << 30
+_LIBRARIES = {"pytorch": "torch", "gguf": "gguf"}
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +76,7 @@ def _answer(module: str, path: str) -> Answer:
     from shmload._checkpoints.formats import gguf, pytorch
 
     format_module = {"gguf": gguf, "pytorch": pytorch}[module]
-    format_module.import_library()
+    importlib.import_module(_LIBRARIES[module])  # an error here says nothing of the file
     try:
         return Described(tuple(format_module.describe(path)))
     except (MemoryError, OSError):  # says nothing of the file: this process ends

@@ -101,11 +101,6 @@ GGUF = Format(
 # In the process that describes --------------------------------------------------------------------
 
 
-def import_library() -> None:
-    """Import the gguf package."""
-    import gguf  # noqa: F401
-
-
 def describe(path: str) -> Iterator[TensorSpec]:
     """Yield the tensors of a file; `shmload._checkpoints.formats.describer` calls this.
 

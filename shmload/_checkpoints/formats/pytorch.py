@@ -129,11 +129,6 @@ _MAX_DEPTH = 4
 _IP_ADAPTER = {"image_proj", "ip_adapter"}
 
 
-def import_library() -> None:
-    """Import torch."""
-    import torch  # noqa: F401
-
-
 def describe(path: str) -> Iterator[TensorSpec]:
     """Yield the tensors of a file; `shmload._checkpoints.formats.describer` calls this.
 

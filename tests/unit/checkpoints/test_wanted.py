@@ -20,7 +20,6 @@ def test_arguments_become_one_value():
     assert wanted == Wanted(
         source="source", dtype="bf16", components=["vae"], variant="fp16", hub=hub
     )
-    assert hub.kwargs == {"revision": "main", "token": False}
 
 
 def test_none_means_the_default():
