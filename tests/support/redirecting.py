@@ -54,7 +54,7 @@ def ways() -> Iterator[Ways]:
 
 
 def _is_of_one_way(text: str) -> bool:
-    """Tell whether a message is said in one of the ways only, as docs/redirect.md says."""
+    """Tell whether a message is said in one of the ways only, as docs/unchanged.md says."""
     return "shmload.redirect" in text or "`torch_dtype` is deprecated" in text
 
 

@@ -181,7 +181,7 @@ ENTRIES = [
         ),
         [_L],
     ),
-    # This calls no method that is redirected: docs/redirect.md names it.
+    # This calls no method that is redirected: docs/unchanged.md names it.
     ("load_checkpoint_and_dispatch", _dispatched, []),
 ]
 

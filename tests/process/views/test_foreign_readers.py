@@ -132,7 +132,7 @@ model(torch.ones(1, 1024, dtype=torch.bfloat16))
 print("READY", flush=True)
 sys.stdin.read()
 """
-_PAGE = Path(__file__).parents[3] / "docs" / "views.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "unchanged.md"
 
 
 @pytest.mark.parametrize("kind", ["keeps", "copies"])
