@@ -229,7 +229,8 @@ def _open(path: str | os.PathLike[str]) -> int:
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        end = os.pread(fd, len(_END), max(0, os.fstat(fd).st_size - len(_END)))
+        nbytes = os.fstat(fd).st_size  # 0 of a pipe, which cannot be read at a place
+        end = os.pread(fd, len(_END), max(0, nbytes - len(_END))) if nbytes else b""
     except OSError as exc:
         raise ArgumentError(f"trace: {path} cannot be written: {exc.strerror}") from exc
     if end not in (b"", _END):

@@ -131,6 +131,13 @@ def test_other_files_are_refused_before_anything_is_done(saved, tmp_path, conten
         shmload.load_pipeline(saved("flux"), trace=tmp_path / "none" / "trace.json")
 
 
+def test_file_that_takes_no_trace_fails_no_load(checkpoint, evicts, tmp_path, caplog):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert shmload.warm(checkpoint, trace=pipe).resident_nbytes
+    assert "the trace is not written: " in caplog.text
+
+
 def test_without_a_path_no_file_is_written(checkpoint, evicts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = {*tmp_path.iterdir()}
