@@ -353,20 +353,6 @@ def cold(running, folder, environment):
         yield given
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("template")
-def test_one_frame_of_the_template_is_below_a_program(folder, environment):
-    code = "import inspect\ndef f(): print([f.function for f in inspect.stack()])\nf()"
-    shown = [
-        subprocess.run(
-            [*command, "-c", code], cwd=folder / "work", env=environment, capture_output=True,
-            text=True, timeout=_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL,
-        ).stdout
-        for command in ([sys.executable], _RUN)
-    ]  # fmt: skip
-    assert shown == ["['f', '<module>']\n", "['f', '<module>', '<module>']\n"]
-
-
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in _DIFFERENT])
 @pytest.mark.usefixtures("template")
 def test_program_sees_and_shows_the_same(see, name):

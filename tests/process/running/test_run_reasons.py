@@ -16,6 +16,7 @@ WAYS = {
     "it inherits very many descriptors":
         "for n in {10..270}; do eval \"exec $n</dev/null\"; done; $RUN -c 'print(1)'",
     "it is no Python program": "$RUN compiled.pyc",
+    "the template has imported json.decoder": "$RUN -m json.decoder && echo 1",
     "has a json of its own": "$RUN beside/app.py",
     "the program set TZ before": "$RUN -c 'import os; os.environ[\"TZ\"] = \"UTC\"; import numpy; "
         "print(1)'",

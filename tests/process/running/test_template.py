@@ -46,11 +46,6 @@ def test_template_that_is_told_to_end_stays_until_its_last_program_has(
     assert [found["pid"] for found in listed(running)] == [other]
 
 
-def test_template_ends_after_sigterm(template):
-    os.kill(template, signal.SIGTERM)
-    wait_until_gone(template)
-
-
 _DEAF = """
 import os, signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
