@@ -11,7 +11,8 @@ import msgspec
 
 from shmload._checkpoints.dtypes import BLOCKS, NBITS
 from shmload._host.files import unreadable
-from shmload.errors import ShardTruncated, ShmloadError
+from shmload._wording import format_nbytes
+from shmload.errors import ShardMalformed, ShardTruncated, ShmloadError
 
 # The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_NBYTES = 100_000_000
@@ -21,6 +22,10 @@ HEAD_NBYTES = 512
 # Of torch.
 _MAX_RANK = 64
 _MAX_COUNT = 1 << 59
+
+# What stands in the place of a file of weights by mistake, by its first bytes.
+_POINTER = b"version https://git-lfs"
+_PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, gc=False):
@@ -179,3 +184,26 @@ def truncated(path: str | os.PathLike[str], wanted: int | None, got: int) -> Sha
         wanted=wanted,
         got=got,
     )
+
+
+def refusal(head: bytes, path: str | os.PathLike[str], nbytes: int) -> ShardMalformed | None:
+    """Return the error for a file that its format's reader refuses; None if its kind is unknown.
+
+    Args:
+        head: its first bytes.
+        path: what the error calls it.
+        nbytes: its size.
+    """
+    if head.startswith(_POINTER):
+        return ShardMalformed(
+            f"{path} is a git-lfs pointer ({format_nbytes(nbytes)}) in the place of a file: run "
+            "`git lfs pull`",
+            path=path,
+        )
+    if head.lstrip().lower().startswith(_PAGES):
+        return ShardMalformed(
+            f"{path} is a web page ({format_nbytes(nbytes)}) that was saved instead of the "
+            "weights: log in if the model asks for that (`hf auth login`), and download it again",
+            path=path,
+        )
+    return None

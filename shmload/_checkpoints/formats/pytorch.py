@@ -20,8 +20,15 @@ from typing import Any
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
 from shmload._checkpoints.formats.describer import Unread
-from shmload._checkpoints.formats.foreign import refusal
-from shmload._checkpoints.header import Format, Header, TensorSpec, read_head, reading, truncated
+from shmload._checkpoints.header import (
+    Format,
+    Header,
+    TensorSpec,
+    read_head,
+    reading,
+    refusal,
+    truncated,
+)
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source
 from shmload._wording import format_nbytes

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import msgspec
 
 from shmload._checkpoints.dtypes import BLOCKS
-from shmload._checkpoints.formats.foreign import refusal
 from shmload._checkpoints.header import (
     MAX_HEADER_NBYTES,
     Format,
@@ -22,6 +21,7 @@ from shmload._checkpoints.header import (
     TensorSpec,
     read_head,
     reading,
+    refusal,
     truncated,
     wrong_in,
 )
