@@ -26,8 +26,8 @@ from shmload.integrations.dataprep.shards import Row, write_shard
 Function = Callable[[Any, Any], Any]
 """Called with the pipeline and an item."""
 
-_BATCH_S = 0.05
-_BATCH_NBYTES = 16 << 20
+_BATCH_S = 0.2
+_BATCH_NBYTES = 1 << 20
 
 
 class Entry(NamedTuple):
