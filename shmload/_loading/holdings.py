@@ -214,10 +214,12 @@ class Holdings:
         return [held for held in self.held.values() if isinstance(held, Segment)]
 
     def files(self) -> dict[Path, Path]:
-        """Return the path of each shard's bytes by the shard's own path, for a view."""
+        """Return the path of each shard's bytes by the shard's own path, for a view.
+
+        A file that is linked is the one that was planned, also if another takes its place.
+        """
         return {
-            shard.plan.path: descriptor_path(held.fd) if held else shard.plan.path
-            for shard, held in self.opened()
+            shard.plan.path: descriptor_path((held or shard).fd) for shard, held in self.opened()
         }
 
     def inodes(self) -> set[Inode]:

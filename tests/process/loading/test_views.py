@@ -91,3 +91,12 @@ def test_view_can_be_read_by_other_processes(checkpoint):
     with shmload.view(checkpoint, torch_dtype=torch.bfloat16) as path:
         done = subprocess.run(["cat", path], stdin=subprocess.DEVNULL, capture_output=True)
         assert done.stdout == path.read_bytes()
+
+
+def test_linked_file_is_the_one_that_was_planned(tmp_path):
+    path, newer = tmp_path / "model.safetensors", tmp_path / "newer"
+    save_file({"a": torch.arange(4)}, path)  # has nothing to cast
+    save_file({"a": torch.ones(4)}, newer)
+    with shmload.view(path, dtype="bfloat16") as lent:
+        os.replace(newer, path)
+        assert load_file(lent)["a"].tolist() == [0, 1, 2, 3]
