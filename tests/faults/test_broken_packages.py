@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shmload
+from shmload._checkpoints import objects
 from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.objects import obstore
 from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import Rule
 from shmload.integrations.dataprep.folder import Folder
@@ -62,7 +62,7 @@ def _dequantise():
 
 NEEDED = {
     "gguf": _dequantise,
-    "obstore": obstore.__wrapped__,
+    "obstore": objects._obstore.__wrapped__,
     "pyarrow": lambda: Folder("results", {}, "parquet", 1),
     "ray": lambda: importlib.import_module("shmload.integrations.ray"),
 }
