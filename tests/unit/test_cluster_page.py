@@ -6,12 +6,10 @@ import re
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 
 from shmload._cli.main import main
-from shmload._settings import Settings
 
 _DOCS = Path(__file__).parents[2] / "docs"
 
@@ -53,34 +51,11 @@ def test_commands_of_containers_are_right():
     assert seen == ["serve", "serve", "status", "warm"]
 
 
-def test_wrong_option_would_be_noticed():
-    with pytest.raises(Exception, match="No such option"):
-        main.commands["serve"].make_context("serve", ["--budgte", "1GiB"])
-
-
-def test_variables_of_containers_exist():
-    known = {f"SHMLOAD_{field.name.upper()}" for field in msgspec.structs.fields(Settings)}
-    for pod in pods():
-        for container in containers(pod):
-            for variable in container.get("env", ()):
-                assert variable["name"] in known
-
-
 def test_volumes_that_are_mounted_are_declared_and_used():
     for pod in pods():
         declared = {volume["name"] for volume in pod["volumes"]}
         mounted = {m["name"] for c in containers(pod) for m in c["volumeMounts"]}
         assert mounted == declared
-
-
-def test_pods_of_a_node_have_the_same_user_and_volumes():
-    _, service, server = pods()
-    assert service["securityContext"] == server["securityContext"]
-    assert service["volumes"] == server["volumes"]
-    users = [c for c in containers(service) + containers(server) if c["name"] != "own-cache"]
-    assert len({str(c["volumeMounts"]) for c in users}) == 1
-    (shm,) = {m["mountPath"] for c in users for m in c["volumeMounts"] if m["name"] == "shm"}
-    assert shm == "/dev/shm"
 
 
 def test_limit_holds_the_budget():

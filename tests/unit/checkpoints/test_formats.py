@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmload._checkpoints.dtypes import unit_nbytes
 from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.known import FORMATS, format_named, format_of, is_of_weights
+from shmload._checkpoints.formats.known import FORMATS, format_of
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import HEAD_NBYTES
 from shmload.errors import CheckpointError
@@ -57,18 +57,6 @@ def test_name_tells_where_the_content_does_not(head):
     assert format_of("a/model.gguf", head) is GGUF
     assert format_of("a/model.safetensors", head) is SAFETENSORS
     assert format_of("a/model.h5", head) is SAFETENSORS  # its reader reports the error
-
-
-def test_file_of_no_tensors_is_recognised():
-    assert SAFETENSORS.recognises(safetensors.torch.save({}))
-
-
-def test_names_of_weights():
-    assert format_named("a.gguf")
-    assert not format_named("a.onnx")
-    assert is_of_weights("a.gguf")
-    assert is_of_weights("a.onnx")
-    assert not is_of_weights("config.json")
 
 
 @given(data=st.data())

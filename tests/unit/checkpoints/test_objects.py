@@ -60,13 +60,6 @@ def test_request_is_made_again(url, server, configure, trouble):
     assert server.asked["a/model.safetensors"] == 4
 
 
-@pytest.mark.parametrize("trouble", ["503", "cut"])
-def test_budget_for_a_request_ends(url, server, trouble):
-    server.trouble = lambda *_: trouble
-    with pytest.raises(FetchError, match=r"SHMLOAD_REMOTE_TIMEOUT_S sets"):
-        fetch(describe(f"{url}/model.safetensors"), 0, 9)
-
-
 def test_server_that_stalls_is_given_up(server, monkeypatch):
     monkeypatch.setenv("AWS_TIMEOUT", "100ms")
     server.trouble = lambda *_: "stall"
@@ -87,13 +80,6 @@ def test_what_cannot_get_better_is_asked_for_once(url, server, trouble, message)
     assert "not to be seen" not in str(caught.value)
 
 
-def test_nothing_is_asked_for_no_bytes(url, server):
-    server.objects["a/empty"] = b""
-    found = describe(f"{url}/empty")
-    assert fetch(found, 0, 0) == b""
-    assert "a/empty" not in server.asked
-
-
 def test_replaced_object_is_noticed(url, server):
     found = describe(f"{url}/model.safetensors")
     server.objects["a/model.safetensors"] = CONTENT[::-1]
@@ -102,11 +88,6 @@ def test_replaced_object_is_noticed(url, server):
     del server.objects["a/model.safetensors"]
     with pytest.raises(ObjectMissing):
         fetch(found, 0, 9)
-
-
-def test_missing_object(url):
-    with pytest.raises(ObjectMissing, match=r"no\.json does not exist"):
-        describe(f"{url}/no.json")
 
 
 def test_server_that_is_not_there(monkeypatch, server):

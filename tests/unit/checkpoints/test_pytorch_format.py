@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from shmload._checkpoints.formats.describer import Unread
-from shmload._checkpoints.formats.pytorch import PYTORCH, describe, read_header
-from shmload.errors import ShardMalformed, ShardTruncated
+from shmload._checkpoints.formats.pytorch import describe
 
 
 @pytest.fixture
@@ -84,13 +83,6 @@ def test_two_state_dicts_of_an_ip_adapter_are_one_as_in_safetensors(described):
         described(both | {"more": torch.ones(1)})
 
 
-@pytest.mark.parametrize("name", ["a", "pytorch_model-00001-of-00002", "n" * 200])
-def test_file_is_recognised_whatever_name_its_archive_has(tmp_path, name):
-    path = tmp_path / f"{name}.bin"
-    torch.save({"a": torch.ones(2)}, path)
-    assert PYTORCH.recognises(path.read_bytes()[:512])
-
-
 # What is left to the libraries --------------------------------------------------------------------
 
 
@@ -143,20 +135,3 @@ def test_missing_member_is_an_error_of_torch(described, name):
     del members[name]
     with pytest.raises(RuntimeError, match=r"PytorchStreamReader|hasRecord"):
         described(archive(members))
-
-
-def test_what_is_no_archive_is_told_without_torch(tmp_path):
-    def refuse(content, error, match):
-        path = tmp_path / "model.bin"
-        path.write_bytes(content)
-        with path.open("rb") as file, pytest.raises(error, match=match):
-            read_header(file.fileno(), path)
-
-    older, whole = io.BytesIO(), io.BytesIO()
-    torch.save({"a": torch.ones(2)}, older, _use_new_zipfile_serialization=False)
-    refuse(older.getvalue(), ShardMalformed, r"the form of torch before 1\.6; let the library")
-    torch.save({"a": torch.ones(200_000)}, whole)
-    short = whole.getvalue()[:700_000]
-    refuse(short, ShardTruncated, "its end is missing, 700000 bytes are there; download")
-    refuse(b"version https://git-lfs.github.com/spec/v1\n", ShardMalformed, "git lfs pull")
-    refuse(b"\x07" * 99, ShardMalformed, "not a valid PyTorch file: it does not begin")

@@ -49,10 +49,3 @@ def test_others_are_not(dtypes):
 
 def test_file_may_say_so():
     assert are_quantised([header({"quantization_config": '{"method": "svdquant"}'}, a="BF16")])
-
-
-def test_scales_may_be_in_another_file():
-    weights, scales = header(**{"a.weight": "I8"}), header(**{"a.SCB": "F32"})
-    assert are_quantised([weights, scales])
-    assert not are_quantised([weights])
-    assert not are_quantised([scales])

@@ -1,18 +1,14 @@
 """A source resolves to the files that the libraries would load, or is refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from shmload._checkpoints.resolve import resolve, resolve_model
+from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload.errors import (
-    ArgumentError,
     IndexMalformed,
     ShardMissing,
-    SourceNotFound,
-    UnknownComponent,
 )
 
 PIPELINE = {
@@ -76,20 +72,6 @@ def test_pipeline_is_its_components(pipeline):
     assert vae.shards == (pipeline / "vae" / "diffusion_pytorch_model.safetensors",)
 
 
-def test_only_the_components_asked_for(pipeline):
-    assert list(found(pipeline, components=["vae"])) == ["vae"]
-    assert list(found(pipeline, components=["scheduler"])) == []
-    with pytest.raises(UnknownComponent, match=r"'vea'.*text_encoder, unet, vae"):
-        found(pipeline, components=["vea"])
-
-
-def test_component_passed_in_is_left_out(pipeline):
-    assert list(found(pipeline, passed={"unet": object(), "torch_dtype": 1})) == [
-        "text_encoder",
-        "vae",
-    ]
-
-
 def test_component_passed_in_may_be_broken(pipeline):
     (pipeline / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text("{")
     assert "unet" not in found(pipeline, passed=["unet"])
@@ -97,24 +79,9 @@ def test_component_passed_in_may_be_broken(pipeline):
         found(pipeline)
 
 
-def test_component_listed_as_absent_has_no_weights_even_if_it_has_files(pipeline):
-    write(pipeline, {"model_index.json": PIPELINE | {"vae": [None, None]}})
-    assert list(found(pipeline)) == ["text_encoder", "unet"]
-    assert "vae" in resolve(Wanted(source=pipeline), pipeline).components
-
-
 def test_pipeline_class_in_the_repositorys_own_code_is_left_to_the_library(pipeline):
     write(pipeline, {"model_index.json": PIPELINE | {"_class_name": ["pipeline", "MyPipeline"]}})
     assert resolve(Wanted(source=pipeline), pipeline).class_name == ""
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "..", "."])
-def test_component_outside_the_pipeline_is_refused(pipeline, name):
-    write(pipeline.parent / "outside", {"diffusion_pytorch_model.safetensors": b""})
-    index = PIPELINE | {name: ["diffusers", "AutoencoderKL"]}
-    write(pipeline, {"model_index.json": index})
-    with pytest.raises(IndexMalformed, match=r"model_index\.json.*outside"):
-        found(pipeline)
 
 
 # Weight files -------------------------------------------------------------------------------------
@@ -203,32 +170,6 @@ def test_weight_files_are_those_the_libraries_choose(tmp_path, files, variant, w
     assert source.unread == (() if wanted else ("",))
 
 
-def test_file_of_a_directory_of_adapters_is_chosen_by_name(tmp_path):
-    names = ["ip-adapter_sd15.safetensors", "ip-adapter-plus_sd15.safetensors", "x.safetensors"]
-    write(tmp_path, dict.fromkeys(names, b""))
-    source = resolve(Wanted(source=tmp_path), tmp_path)
-    assert (source.checkpoints, source.choices) == ((), tuple(sorted(names)))
-    assert found(tmp_path, weight_name=names[:2]) == {"": sorted(names[:2])}
-    with pytest.raises(ShardMissing, match=r"gone\.safetensors") as caught:
-        resolve(Wanted(source=tmp_path, hub=Hub(weight_name=["gone.safetensors"])), tmp_path)
-    assert f"weight_name, does not exist; there are {', '.join(sorted(names))}" in str(caught.value)
-    assert "download" not in str(caught.value)
-    for name in ("../x.safetensors", "", "a/b"):
-        with pytest.raises(ArgumentError, match="weight_name"):
-            resolve(Wanted(source=tmp_path, hub=Hub(weight_name=[name])), tmp_path)
-    with pytest.raises(ArgumentError, match="weight_name is for a directory"):
-        resolve(
-            Wanted(source=tmp_path, hub=Hub(weight_name=["x.safetensors"])), tmp_path / names[0]
-        )
-
-
-def test_single_file_is_itself(tmp_path):
-    path = write(tmp_path, {"anything.safetensors": b""}) / "anything.safetensors"
-    (checkpoint,) = resolve(Wanted(source=path), path).checkpoints
-    assert checkpoint.shards == (path,)
-    assert checkpoint.class_name == ""
-
-
 @pytest.mark.parametrize(
     ("config", "library", "class_name"),
     [
@@ -255,74 +196,6 @@ def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
     assert checkpoint.class_name in ("", "CLIPTextModel")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside.safetensors",
-        "/etc/passwd",
-        "",
-        ".",
-        "..",
-        "../pipeline/unet/a.safetensors",
-    ],
-)
-def test_index_that_points_elsewhere_is_refused(pipeline, name):
-    write(
-        pipeline,
-        {"outside.safetensors": b"", "unet/sub/inside.safetensors": b"", "unet/a.safetensors": b""},
-    )
-    index = f"unet/{_D}.safetensors.index.json"
-    write(pipeline, {index: index_of("a.safetensors", name)})
-    with pytest.raises(IndexMalformed, match="outside its own directory") as caught:
-        found(pipeline)
-    assert str(pipeline / index) in str(caught.value)
-    assert "move its shards into its directory" in str(caught.value)
-    assert "download" not in str(caught.value)
-
-
-_INDEX = "model.safetensors.index.json"
-
-
-@pytest.mark.parametrize("library", ["transformers", ""])
-def test_index_may_name_shards_in_a_folder_below(tmp_path, library):
-    content = {"parts/a/1.safetensors": b"", "2.safetensors": b""}
-    config = {"architectures": ["CLIPTextModel"]} if library else {}
-    names = ("parts/a/1.safetensors", "./2.safetensors")
-    write(tmp_path, {**content, _INDEX: index_of(*names), "config.json": config})
-    (checkpoint,) = resolve(Wanted(source=str(tmp_path)), tmp_path).checkpoints
-    assert checkpoint.shards == (tmp_path / "2.safetensors", tmp_path / "parts/a/1.safetensors")
-
-
-@pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "a/../../b.safetensors"])
-def test_index_that_names_files_elsewhere_is_left_to_transformers(tmp_path, name):
-    folder = tmp_path / "model"
-    write(folder, {_INDEX: index_of(name), "config.json": {}})
-    write(tmp_path, {"b.safetensors": b""})
-    for config in ("{}", '{"architectures": ["CLIPTextModel"]}'):
-        (folder / "config.json").write_text(config)
-        with pytest.raises(IndexMalformed, match=r"outside its own directory; move its shards"):
-            resolve(Wanted(source=str(folder)), folder)
-    assert resolve_model(Wanted(source=str(folder)), folder).checkpoints == ()
-
-
-def test_link_to_a_shard_elsewhere_is_fine(pipeline):
-    # Hub caches consist of such symlinks.
-    path = pipeline / "unet" / f"{_D}.safetensors"
-    path.rename(pipeline.parent / "blob")
-    path.symlink_to("../../blob")
-    assert "unet" in found(pipeline)
-
-
-def test_shard_that_is_not_there_is_missing_by_name_and_by_index(pipeline):
-    index = f"unet/{_D}.safetensors.index.json"
-    write(pipeline, {index: index_of("gone.safetensors")})
-    with pytest.raises(ShardMissing) as caught:
-        found(pipeline)
-    assert str(pipeline / "unet" / "gone.safetensors") in str(caught.value)
-    assert str(pipeline / index) in str(caught.value)
-    assert isinstance(caught.value, FileNotFoundError)
-
-
 def test_dangling_link_is_missing(pipeline):
     path = pipeline / "unet" / "a.safetensors"
     path.symlink_to("nowhere")
@@ -335,11 +208,3 @@ def test_model_without_its_weights_is_missing_them(pipeline):
     (pipeline / "unet" / f"{_D}.safetensors").unlink()
     with pytest.raises(ShardMissing, match=rf"{_D}\.safetensors"):
         found(pipeline)
-
-
-def test_nothing_there_is_not_found(tmp_path):
-    for path in (tmp_path / "nothing", Path("/dev/null")):
-        with pytest.raises(SourceNotFound):
-            resolve(Wanted(source=path), path)
-    with pytest.raises(SourceNotFound, match=r"without model_index\.json"):
-        resolve(Wanted(source=tmp_path), tmp_path)

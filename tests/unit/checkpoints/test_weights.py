@@ -61,12 +61,3 @@ def test_old_names_of_shards_with_a_variant_are_known():
     old = ["model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"]
     names = [f"encoder/{name}" for name in (*old, "model.safetensors")]
     assert weights(names, variant="fp16") == old
-
-
-def test_adapters_are_all_needed_unless_one_is_named():
-    names = ["first.v1.safetensors", "second.safetensors", "own.py"]
-    assert weights(names, subfolder="") == names[:2]
-    names = ["a.safetensors", "b.safetensors", "config.json"]
-    named = Wanted(source="org/name", hub=Hub(weight_name="b.safetensors"))
-    found = files_of_model(names, named, {})
-    assert found == ["b.safetensors", "config.json"]

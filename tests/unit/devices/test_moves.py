@@ -1,14 +1,12 @@
 """A module's tensors are gathered for the copy and replaced by the device's."""
 
-from collections import Counter
-
 import pytest
 import torch
 from devices import LateDevice
 from torch import nn
 
 from shmload._devices.arriving import bring
-from shmload._devices.moves import Moves, Overlaps
+from shmload._devices.moves import Moves
 
 
 def move(module, runtime_of):
@@ -51,27 +49,6 @@ def test_every_tensor_arrives_and_is_aligned():
     assert all(address % 256 == 0 for address in after.values())
     copied = sum(move.nbytes for move in moves.moves)
     assert copied == sum(tensor.nbytes for tensor in wanted.values())
-
-
-def test_small_tensors_share_an_allocation_and_large_ones_do_not():
-    model = Model()
-    device = LateDevice()
-    move(model, lambda path: device)
-    assert device.calls.count("empty") == 2
-    assert model.large.weight.untyped_storage().nbytes() < model.large.weight.nbytes + 512
-
-
-def test_large_tensors_of_a_module_are_announced_together_and_once_each():
-    model = Model()
-    model.tied = nn.Linear(512, 1024)
-    model.tied.weight = model.large.weight
-    model.register_buffer("odd", torch.zeros(2048, 512).t())  # torch moves it
-    device = LateDevice()
-    Moves([(model, lambda path: device), (model, lambda path: device)])
-    Moves([(Model(), lambda path: None)])
-    large = model.large.weight.nbytes
-    assert device.reserved == [[large]]
-    assert device.calls.count("empty") == 2
 
 
 def test_memory_of_copies_that_failed_is_freed_at_once():
@@ -160,46 +137,6 @@ def test_overlapping_tensors_all_arrive():
     device = LateDevice()
     move(module, lambda path: device)
     assert_same(module, wanted)
-
-
-def test_overlapping_tensors_get_their_bytes_from_every_piece():
-    whole = torch.zeros(3000, dtype=torch.uint8)
-    parts = {"whole": whole, "first": whole[:100], "middle": whole[1000:2000]}
-    module = nn.Module()
-    for name, tensor in parts.items():
-        module.register_buffer(name, tensor)
-    moves = Moves([(module, lambda path: LateDevice())]).moves
-    arrived = Counter()
-    for begin in range(0, 3000, 300):
-        first = whole.data_ptr() + begin
-        for part in Overlaps(moves).within(first, first + 300):
-            arrived[part.memory.data_ptr(), part.offset - (part.address - whole.data_ptr())] += (
-                part.nbytes
-            )
-    assert sorted(arrived.values()) == [100, 1000, 3000]
-
-
-def test_pieces_behind_many_tensors_look_at_their_own_alone():
-    looked_at = 0
-
-    class Counted(list):
-        def __getitem__(self, number):
-            nonlocal looked_at
-            looked_at += 1
-            return super().__getitem__(number)
-
-        def __iter__(self):
-            raise AssertionError("all tensors are looked at")
-
-    module = nn.Module()
-    for number, part in enumerate(torch.zeros(64, 2048, dtype=torch.uint8)):
-        module.register_buffer(f"b{number}", part)
-    moves = Moves([(module, lambda path: LateDevice())]).moves
-    found = Overlaps(moves)
-    found._moves = Counted(found._moves)
-    last = max(moves, key=lambda move: move.address)
-    assert len(list(found.within(last.address, last.end))) == 1
-    assert looked_at == 1
 
 
 def test_device_that_shares_the_hosts_memory_gets_a_copy_of_what_torch_moves(tmp_path):

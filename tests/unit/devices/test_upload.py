@@ -1,10 +1,8 @@
 """Uploads bring every byte, in any order of the device's copies, and leave nothing locked."""
 
 import itertools
-import logging
 import mmap
 import os
-import threading
 
 import pytest
 import torch
@@ -13,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shmload._devices import upload as upload_module
 from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
-from shmload._devices.upload import Upload, batches
+from shmload._devices.upload import Upload
 from shmload._host.descriptors import inode_of
 from shmload._host.pagemap import has_own_pages, is_touched
-from shmload._runtimes import runtime as runtime_module
-from shmload._runtimes.runtime import Runtime
 
 LIMIT = 192 << 10  # three slots of 64 KiB
 
@@ -61,35 +56,6 @@ def test_every_byte_arrives(sizes, max_nbytes):
     wanted = contents(module)
     send(module, LateDevice(), max_nbytes)
     assert_same(module, wanted)
-
-
-@settings(max_examples=30)
-@given(_sizes, st.sampled_from([4096, 65536]))
-def test_batches_have_every_byte_once_and_fit_a_slot(sizes, slot_nbytes):
-    device = LateDevice()
-    moves = Moves([(module_of(*sizes), lambda path: device)]).moves
-    left = {(move.address, move.memory.data_ptr() + move.offset): move.nbytes for move in moves}
-    for batch in batches(moves, slot_nbytes):
-        for begin, move in itertools.chain.from_iterable(batch.parts):
-            assert 0 <= begin <= slot_nbytes - move.nbytes
-            (fetch,) = (f for f in batch.fetches if f[0] <= begin < f[0] + f[1].nbytes)
-            assert begin + move.nbytes <= fetch[0] + fetch[1].nbytes
-            assert move.offset == fetch[1].offset + begin - fetch[0]
-            at = move.address, move.memory.data_ptr() + move.offset
-            left[at] -= move.nbytes
-            if left[at]:
-                left[move.end, at[1] + move.nbytes] = left.pop(at)
-    assert not any(left.values())
-
-
-def test_two_thousand_small_tensors_are_few_copies():
-    module = module_of(*[1024] * 2000)
-    wanted = contents(module)
-    device = LateDevice()
-    send(module, device, None)
-    assert_same(module, wanted)
-    assert device.calls.count("copy") <= 2
-    assert device.calls.count("empty") <= 2
 
 
 def test_tensors_of_one_file_go_to_several_devices():
@@ -136,30 +102,7 @@ def test_sources_may_change_when_they_were_read():
     assert_same(module, wanted)
 
 
-def test_copies_follow_what_the_device_does():
-    device = LateDevice()
-    for _ in range(2):
-        device.calls.clear()
-        send(module_of(600_000), device)
-        assert "follow" in device.calls[: device.calls.index("copy")]
-
-
-def test_nothing_to_copy_asks_nothing_of_the_device():
-    device = LateDevice()
-    send(module_of(), device)
-    assert device.calls == []
-
-
 # Page-locked memory -------------------------------------------------------------------------------
-
-
-def test_slots_are_registered_once_each_and_no_more_than_are_needed():
-    device = LateDevice()
-    send(module_of(600_000), device)
-    assert device.calls.count("register") == device.calls.count("unregister") == 3
-    device.calls.clear()
-    send(module_of(5000), device)
-    assert device.calls.count("register") == device.calls.count("unregister") == 1
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["memory of torch", "no locked memory"])
@@ -170,20 +113,6 @@ def test_driver_that_refuses_registration_gets_every_byte(locks):
     send(module, device)
     assert_same(module, wanted)
     assert "unregister" not in device.calls
-
-
-def test_torch_that_locks_nothing_says_so_once(monkeypatch, caplog):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("no driver\nand more")
-
-    runtime = object.__new__(Runtime)
-    runtime.name = "a device"
-    runtime_module.say_once.cache_clear()
-    monkeypatch.setattr(torch, "empty", refuse)
-    with caplog.at_level(logging.WARNING):
-        assert [runtime.page_locked(4096), runtime.page_locked(4096)] == [None, None]
-    (record,) = caplog.records
-    assert "a device: torch page-locks no memory (no driver)" in record.message
 
 
 def test_limit_is_for_all_slots():
@@ -201,28 +130,6 @@ def test_limit_is_for_all_slots():
 
 
 # Where it runs ------------------------------------------------------------------------------------
-
-
-def test_program_with_one_thread_of_torch_fills_slots_with_several(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
-    threads = set()
-    fill = upload_module._fill
-
-    def note(*args):
-        threads.add(threading.get_ident())
-        barrier.wait(20)
-        fill(*args)
-
-    barrier = threading.Barrier(4)
-    monkeypatch.setattr(upload_module, "_fill", note)
-    monkeypatch.setattr(upload_module, "_PART_NBYTES", 16 << 10)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        send(module_of(64 << 10), LateDevice())
-    finally:
-        torch.set_num_threads(before)
-    assert len(threads) == 4
 
 
 def test_forked_process_whose_parent_has_torchs_threads_uploads():

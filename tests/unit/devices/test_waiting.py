@@ -113,20 +113,6 @@ def test_output_is_the_same(made, mode):
             assert torch.equal(run(model, waiting), plain(model))
 
 
-def test_next_block_is_copied_before_the_current_one_computes(made, device):
-    model, waiting = made
-    device.calls.clear()
-    with torch.no_grad():
-        for number in range(2):
-            with waiting.using(model.blocks[number]):
-                device.calls.append(f"compute {number}")
-    assert device.calls == [
-        *("register", "empty", "follow", "copy", "join"),
-        *("register", "empty", "follow", "copy", "compute 0"),
-        *("join", "register", "empty", "follow", "copy", "compute 1"),
-    ]
-
-
 def test_memory_is_filled_only_behind_the_block_that_used_it(made, device):
     model, waiting = made
     calls = []
@@ -150,25 +136,6 @@ def test_memory_is_filled_only_behind_the_block_that_used_it(made, device):
         before = [n for n in used if calls[n] == ("compute", address) and n < at]
         if name == "copy" and before:
             assert ("follow", None) in calls[max(before) : at]
-
-
-def test_passes_after_the_first_copy_each_block_once_and_register_nothing(made, device):
-    model, waiting = made
-    with torch.no_grad():
-        run(model, waiting)
-        device.calls.clear()
-        run(model, waiting)
-    assert device.calls.count("copy") == _BLOCKS + 1  # the first one again, for the next pass
-    assert "register" not in device.calls
-
-
-def test_copy_for_a_block_that_did_not_come_ends_before_its_memory_is_free(made, device):
-    model, waiting = made
-    with torch.no_grad():
-        with waiting.using(model.blocks[0]):
-            device.calls.clear()
-        with waiting.using(model.blocks[2]):
-            assert device.calls.index("join") < device.calls.index("empty")
 
 
 @pytest.mark.parametrize("order", [(3, 1, 0, 2), (0, 0, 1, 1), (2,), (0, 2, 1, 3, 2, 0)])
@@ -223,28 +190,6 @@ def test_gradients_pass_through(made):
     assert torch.allclose(inputs.grad, wanted, rtol=1e-4)
 
 
-def test_tied_weight_is_copied_once(made, device):
-    model, waiting = made
-    model.blocks[0].other = nn.Linear(_SIZE, _SIZE, bias=False)
-    model.blocks[0].other.weight = model.blocks[0].weight
-    device.calls.clear()
-    with torch.no_grad(), waiting.using(model.blocks[0]):
-        assert model.blocks[0].other.weight is model.blocks[0].weight
-    assert device.calls[:5] == ["register", "empty", "follow", "copy", "join"]
-
-
-def test_calls_of_one_block_may_be_nested(made, device):
-    model, waiting = made
-    block = model.blocks[0]
-    with torch.no_grad(), waiting.using(block):
-        device.calls.clear()
-        weight = block.weight
-        with waiting.using(block):
-            assert block.weight is weight
-        assert block.weight is weight
-        assert device.calls == []
-
-
 def test_blocks_inside_others_have_room_of_their_own(made):
     model, waiting = made
     with torch.no_grad(), contextlib.ExitStack() as inside:
@@ -295,20 +240,6 @@ def test_what_the_budget_lacks_room_for_is_copied_without(make, device, monkeypa
     assert budget.taken_nbytes == 0
 
 
-def test_pages_are_unlocked_with_their_block(made, device):
-    model, waiting = made
-    with torch.no_grad():
-        run(model, waiting)
-    assert len(device.registered) == _BLOCKS
-    del model.blocks[1]
-    gc.collect()
-    assert len(device.registered) == _BLOCKS - 1
-    waiting.release()
-    assert not device.registered
-    with torch.no_grad(), waiting.using(model.blocks[0]):
-        assert device.registered
-
-
 # Errors of the device -----------------------------------------------------------------------------
 
 
@@ -325,34 +256,6 @@ def test_pages_that_are_refused_pass_through_slots(make, device, budget, refuses
     assert device.calls.count("register") <= _BLOCKS + 3
     assert device.calls.count("copy") == 2 * _BLOCKS
     waiting.release()
-
-
-@pytest.mark.parametrize("fails", ["_map", "populate"])
-def test_pages_that_cannot_be_mapped_pass_through_slots(
-    make, device, monkeypatch, budget, caplog, fails
-):
-    def fail(*args):
-        raise OSError(12, "no memory")
-
-    say_once.cache_clear()
-    monkeypatch.setattr(origin, fails, fail)
-    model, waiting = make(device)
-    with torch.no_grad(), caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert torch.equal(run(model, waiting), plain(model))
-    assert budget.taken_nbytes == 0
-    (record,) = caplog.records
-    assert "no memory" in record.message
-    waiting.release()
-
-
-def test_large_parts_are_registered_in_windows(make, device, monkeypatch):
-    monkeypatch.setattr(origin, "_WINDOW_NBYTES", 4096)
-    model, waiting = make(device)
-    with torch.no_grad():
-        assert torch.equal(run(model, waiting), plain(model))
-    assert device.largest_registered == 4096
-    assert len(device.registered) == _BLOCKS * _SIZE * _SIZE * 4 // 4096
 
 
 def test_weights_in_no_segment_pass_through_slots_that_go_with_their_model(device):
@@ -426,14 +329,6 @@ def test_copies_end_before_their_memory_is_freed(segment, device, monkeypatch, f
     assert device.pending == 0
     assert all(parameter.is_leaf for parameter in model.parameters())
     waiting.release()
-
-
-def test_device_with_room_for_one_block_looks_not_ahead(make, device):
-    model, waiting = make(device)
-    device.room = _SIZE * _SIZE * 4
-    with torch.no_grad():
-        for _ in range(2):
-            assert torch.equal(run(model, waiting), plain(model))
 
 
 def test_device_without_room_says_so(make, device):

@@ -32,11 +32,6 @@ def test_block_that_raises_changes_nothing(path):
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_file_that_cannot_be_made_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nowhere" / "file"):
-        pass
-
-
 @pytest.mark.parametrize("durable", [True, False])
 def test_durable_file_is_on_its_disk_before_it_has_its_name(path, monkeypatch, durable):
     calls = []

@@ -64,32 +64,11 @@ def test_runtime_directory_that_another_user_could_exchange_is_left(runtime, els
     assert not (runtime / "shmload").exists()
 
 
-def test_relative_runtime_directory_is_left(runtime, elsewhere, monkeypatch):
-    monkeypatch.chdir(runtime.parent)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "runtime")
-    assert runtime_folder() == elsewhere
-
-
 def test_runtime_directory_that_is_closed_to_this_user_is_left(runtime, elsewhere):
     runtime.parent.chmod(0)
     with no_privileges():
         assert runtime_folder() != f"{runtime}/shmload"
     runtime.parent.chmod(0o700)
-
-
-@needs_another_user
-def test_path_is_of_a_directory_that_stays(runtime):
-    wanted = f"{runtime}/shmload/templates"
-    assert private_path(wanted) == private_path(wanted) == wanted
-    os.chown(runtime, _OTHER, -1)
-    with pytest.raises(PermissionError, match=f"^{runtime} belongs to user {_OTHER}$"):
-        private_path(wanted)
-    os.chown(runtime, 0, -1)
-    runtime.chmod(0o1777)
-    assert private_path(wanted) == wanted
-    runtime.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"lets other users rename .*`chmod \+t"):
-        private_path(wanted)
 
 
 def test_planted_link_is_not_followed(runtime, tmp_path):

@@ -11,21 +11,13 @@ from shmload._host.procfs import (
     FileSystem,
     cgroup_free_nbytes,
     file_system,
-    is_remote,
     machine_free_nbytes,
     mappers,
-    mappings,
 )
 from shmload._host.shm import shm_unlink
 from shmload.errors import ShmloadError
 
 # File systems -------------------------------------------------------------------------------------
-
-
-def test_local_directory_is_not_remote(tmp_path):
-    assert not is_remote(os.stat(tmp_path).st_dev)
-    assert not is_remote(os.stat("/proc").st_dev)
-    assert not is_remote(os.makedev(4095, 1))  # nothing is mounted from this device
 
 
 @pytest.fixture
@@ -54,11 +46,6 @@ def test_file_system_is_found_by_its_device(mountinfo, device, kind, options, re
     found = file_system(device, mountinfo)
     assert found == FileSystem(kind, options)
     assert found.is_remote == remote
-
-
-def test_file_system_that_is_not_listed_is_none(mountinfo, tmp_path):
-    assert file_system(os.makedev(9, 9), mountinfo) is None
-    assert file_system(os.makedev(8, 1), tmp_path / "hidden") is None
 
 
 # Memory -------------------------------------------------------------------------------------------
@@ -149,21 +136,6 @@ def test_first_version_is_read_too(cgroups):
 # Mappings -----------------------------------------------------------------------------------------
 
 
-def test_mapping_of_a_file_is_found_by_inode(fd):
-    os.ftruncate(fd, 4 * PAGE_NBYTES)
-    inode = inode_of(os.fstat(fd))
-    assert mappings({inode}) == []
-    with (
-        mmap.mmap(fd, 0, access=mmap.ACCESS_COPY),
-        mmap.mmap(fd, PAGE_NBYTES, access=mmap.ACCESS_COPY),
-    ):
-        found = mappings({inode})
-        assert sorted(m.end - m.start for m in found) == [PAGE_NBYTES, 4 * PAGE_NBYTES]
-        assert {m.inode for m in found} == {inode}
-        assert mappings(set()) == []
-    assert mappings({inode}) == []
-
-
 def test_processes_that_map_a_file_are_found_by_inode(fd, name):
     os.ftruncate(fd, PAGE_NBYTES)
     inode = inode_of(os.fstat(fd))
@@ -173,14 +145,3 @@ def test_processes_that_map_a_file_are_found_by_inode(fd, name):
         shm_unlink(name)
         assert mappers([inode]) == {inode: {os.getpid()}}
     assert mappers([inode]) == {}
-
-
-def test_process_that_has_ended_or_maps_another_file_does_not_count(fd, tmp_path):
-    inode = inode_of(os.fstat(fd))
-    line = f"7f00-7f01 r--p 00000000 {os.major(inode.device):02x}:{os.minor(inode.device):02x} "
-    for pid, number in {"1": inode.number, "2": inode.number + 1}.items():
-        (tmp_path / pid).mkdir()
-        (tmp_path / pid / "maps").write_text(f"{line}{number} /dev/shm/x\n")
-    for other in ("3", "self", "meminfo"):
-        (tmp_path / other).mkdir()
-    assert mappers([inode], tmp_path) == {inode: {1}}

@@ -11,10 +11,8 @@ from shmload._host.reading import (
     PLAIN,
     READ_NBYTES,
     Reading,
-    cached_part,
     choose_reading,
     is_rotational,
-    open_direct,
 )
 
 _NBYTES = 8 * READ_NBYTES
@@ -51,25 +49,6 @@ def test_reading_follows_from_the_place(fd, monkeypatch, kind, cached, is_turnin
     assert choose_reading(fd, workers) == wanted
     os.ftruncate(fd, READ_NBYTES)
     assert choose_reading(fd, workers) == PLAIN
-
-
-def test_file_in_memory_is_told_from_one_on_the_disk(fd):
-    if cached_part(fd, _NBYTES) is None:
-        pytest.skip("this kernel does not tell what is in the page cache")
-    assert cached_part(fd, _NBYTES) == cached_part(fd, 0) == 1
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if cached_part(fd, _NBYTES) != 0:
-        pytest.skip("the kernel keeps the file in memory")
-
-
-def test_descriptor_for_direct_reads_reads_the_same_file(fd):
-    direct = open_direct(fd)
-    if direct is None:
-        pytest.skip("this file system has no O_DIRECT")
-    try:
-        assert os.fstat(direct).st_ino == os.fstat(fd).st_ino
-    finally:
-        os.close(direct)
 
 
 def test_disk_that_turns_is_known_by_itself_and_by_a_partition(tmp_path):

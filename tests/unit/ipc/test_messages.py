@@ -13,7 +13,7 @@ from message_values import any_of
 from shmload._ipc import frames as frames_module
 from shmload._ipc.frames import Inbox, send
 from shmload.errors import ProtocolError
-from shmload.workers.messages import BytesRead, Open, ToWorker, decode_to_worker
+from shmload.workers.messages import Open, ToWorker, decode_to_worker
 
 MESSAGES = any_of(msgspec.inspect.type_info(ToWorker))
 
@@ -90,18 +90,6 @@ def test_length_that_is_only_claimed_takes_no_memory(pair):
         tracemalloc.stop()
 
 
-def test_half_a_frame_is_no_message(pair):
-    ours, theirs = pair
-    inbox = Inbox(theirs)
-    whole = frames(BytesRead(7))
-    ours.sendall(whole[:-1])
-    assert inbox.receive()
-    assert inbox.next_frame() is None
-    ours.close()
-    assert not inbox.receive()
-    assert inbox.next_frame() is None
-
-
 def test_descriptors_come_with_their_message(pair):
     ours, theirs = pair
     fds = [os.memfd_create(name) for name in ("source", "target")]
@@ -116,11 +104,3 @@ def test_descriptors_come_with_their_message(pair):
     finally:
         for fd in (*fds, *inbox.fds):
             os.close(fd)
-
-
-def test_peer_that_is_gone_is_an_end_of_file(pair):
-    ours, theirs = pair
-    # Closing with unread bytes in the socket resets the connection.
-    theirs.sendall(b"unread")
-    ours.close()
-    assert not Inbox(theirs).receive()

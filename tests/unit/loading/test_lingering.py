@@ -75,14 +75,6 @@ def lingering(monkeypatch):
     return wait
 
 
-def test_leases_go_a_second_after_all_have_come(lingering):
-    came = [(1, 0.0, "a"), (1, 0.0, "b"), (2, 5.0, "a"), (2, 7.0, "b")]
-    leases = lingering("a", "b", arrivals=came)
-    assert leases.open == []
-    assert leases.now_s == pytest.approx(8.0, abs=0.3)
-    assert leases.inherited == [False, False]
-
-
 def test_leases_go_after_a_minute_if_some_never_come(lingering):
     leases = lingering("a", "b", arrivals=[(1, 0.0, "a"), (1, 0.0, "b"), (2, 0.0, "a")])
     assert leases.open == []

@@ -11,7 +11,6 @@ from placing import block, blocks, flux, leaf, model
 from shmload import ArgumentError, UnknownComponent
 from shmload._placement.device_map import expand, number_patterns, parse_device_map
 from shmload._placement.inventory import parse_inventory
-from shmload._placement.placement import place
 from shmload._placement.table import print_device_map
 
 INVENTORY = parse_inventory("4x80GiB")
@@ -124,11 +123,6 @@ def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):
     assert isinstance(caught.value, ValueError)
 
 
-def test_name_inside_a_whole_module_is_fine_where_nothing_is_cut():
-    devices = _devices({"": 0, "transformer.transformer_blocks.0.ff": 0})
-    assert set(devices.values()) == {"cuda:0"}
-
-
 # The short map ------------------------------------------------------------------------------------
 
 
@@ -138,18 +132,6 @@ def test_number_patterns_match_these_numbers_and_no_others(numbers):
     tree = (model("", *(block(str(number)) for number in range(131))),)
     devices = _devices({"": 0} | dict.fromkeys(patterns, 1), tree)
     assert {int(path) for path, device in devices.items() if device == "cuda:1"} == numbers
-
-
-def test_map_is_written_short_and_has_every_component():
-    written = {
-        "text_encoder": "cuda:1",
-        "text_encoder_2": "cuda:1",
-        "transformer": "cuda:0",
-        "transformer.single_transformer_blocks": "cuda:1",
-        "transformer.single_transformer_blocks.[0-2]": "cuda:0",
-        "vae": "cpu",
-    }
-    assert place(flux(), written, INVENTORY).device_map == written
 
 
 def test_printed_map_is_python():

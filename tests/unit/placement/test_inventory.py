@@ -85,13 +85,6 @@ def test_headroom_is_left_on_accelerators_only(configure):
     assert [device.nbytes for device in found.devices] == [4 * GIB, 4 * GIB]
 
 
-def test_max_memory_limits_some_devices_of_an_inventory_without_headroom():
-    limits = {torch.device("cuda", 0): 16e9, "cpu": 5, "cuda:2": "1 GiB"}
-    found = choose_inventory("3x24GiB,cpu=8GiB", limits)
-    assert _sizes(found) == {"cuda:0": 16 * 10**9, "cuda:1": 24 * GIB, "cuda:2": GIB, "cpu": 5}
-    assert [each.name for each in found.devices if each.room_nbytes < each.nbytes] == ["cuda:1"]
-
-
 def test_max_memory_names_devices_that_are_there(monkeypatch):
     here = parse_inventory("2x24GiB,cpu=8GiB")
     monkeypatch.setattr(inventory, "machine_inventory", lambda *_: here)
@@ -110,8 +103,3 @@ def test_max_memory_names_devices_that_are_there(monkeypatch):
 def test_what_is_wrong_with_a_limit_is_said_of_the_limit(max_memory):
     with pytest.raises(ArgumentError, match="max_memory"):
         choose_inventory("1GiB", max_memory)
-
-
-def test_inventory_that_is_neither_text_nor_value_is_refused():
-    with pytest.raises(ArgumentError, match=r"inventory is .*write it as '2x24GiB'"):
-        choose_inventory({0: "24GiB"}, None)

@@ -12,7 +12,6 @@ from shmload._devices.destination import Destination
 from shmload._host import nvml
 from shmload._placement.inventory import choose_inventory, machine_inventory, parse_inventory
 from shmload._runtimes.kinds import current_index
-from shmload.errors import ArgumentError
 
 GIB = 1 << 30
 
@@ -87,22 +86,6 @@ def test_a_device_that_gets_nothing_is_not_asked(cuda, device_map, asked, has_nv
     assert found.names == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
 
 
-def test_device_with_a_context_is_asked_by_torch(cuda):
-    cuda.is_used = True
-    cuda.contexts = {1}
-    assert sizes(machine_inventory([0, 1])) == {"cuda:0": GIB, "cuda:1": 2 * GIB + 3}
-    assert ("nvml", 1) not in cuda.asked
-
-
-def test_with_limits_no_device_is_asked(cuda):
-    assert sizes(choose_inventory(None, {1: GIB, "cpu": 3})) == {"cuda:1": GIB}
-    with pytest.raises(ArgumentError, match="names cuda:3, and the devices are cuda:0, cuda:1"):
-        choose_inventory(None, {3: GIB})
-    with pytest.raises(ArgumentError, match=r"names cuda:7, .*cuda:0, cuda:1, cuda:2, cpu"):
-        Destination(device_map={"": 0, "vae": 7}).require_present()
-    assert cuda.asked == []
-
-
 def test_other_accelerators_are_listed(monkeypatch):
     xpu = SimpleNamespace(device_count=lambda: 2, current_device=lambda: 1)
     accelerator = SimpleNamespace(
@@ -138,8 +121,3 @@ def test_cuda_is_the_current_device_or_the_ranks(cuda, monkeypatch, current, ran
     assert list(sizes(choose_inventory(None, {"cuda": GIB}))) == [f"cuda:{index}"]
     assert not cuda.contexts
     assert parse_inventory("2x24GiB").current == "cuda:0"  # invented
-
-
-def test_rank_of_another_launcher_counts(cuda, monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
-    assert current_index() == 2

@@ -9,7 +9,7 @@ from placing import UNIT, block, blocks, leaf, limited, model
 from small_pipelines import small_pipeline
 
 from shmload._placement.auto import place_auto
-from shmload._placement.modules import join, parent_of
+from shmload._placement.modules import parent_of
 
 # By how much the fullest device may be fuller, and by how much more may travel at each step.
 _FULLER, _MORE = 1.03, 1.06
@@ -38,30 +38,6 @@ def test_auto_is_near_the_optimum(seed):
         assert found.fullest <= least[3] * _FULLER
     else:
         assert found.step_nbytes <= least[0] * _MORE
-
-
-@pytest.mark.parametrize(
-    ("places", "cuts"),
-    [("0000", 0), ("0011", 2), ("0101", 4), ("0-0-", 0), ("0-1-", 2)],
-)
-def test_cuts_are_counted_there_and_back(places, cuts):
-    """The first is the rest; what waits computes where the rest is."""
-    pipeline = (model("transformer", leaf("in"), blocks("blocks", 3)),)
-    paths = [join("transformer", path) for path, _ in pipeline[0].module.units()]
-    devices = {p: f"cuda:{d}" if d != "-" else "" for p, d in zip(paths, places, strict=True)}
-    assert cost_of(pipeline, devices, limited(10, 10).rooms()).cuts == cuts
-
-
-def test_room_for_what_passes_is_kept_on_one_device():
-    """As Wan 2.2 on two GPUs: the second device is filled to the last block."""
-    pipeline = (
-        model("text_encoder", leaf("embedding", 20), blocks("layers", 10, 8)),
-        model("transformer", leaf("in", 2), blocks("blocks", 40, 6)),
-        model("transformer_2", leaf("in", 2), blocks("blocks", 40, 6)),
-    )
-    cost = _cost(pipeline, [200 * UNIT, 200 * UNIT])
-    # 400 less 20 for the embedding: 2 + 2 of the rests, and 62 blocks.
-    assert cost.step_nbytes == 18 * 6 * UNIT
 
 
 @pytest.mark.parametrize("share", [0.4, 1.15])

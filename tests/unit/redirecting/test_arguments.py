@@ -35,15 +35,6 @@ def test_defaults_are_dropped_and_the_caller_keeps_its_own(kind):
     assert given == kept
 
 
-def test_what_the_libraries_own_functions_pass_is_dropped():
-    given = {"code_revision": None, "config": None, "_from_pipeline": "fill-mask"}
-    assert read("transformers model", "a", **given).kwargs == {}
-    revision = type("Revision", (str,), {"resolved": "c" * 40})("main")
-    assert read("pipeline", "a", revision=revision).kwargs == {"revision": "c" * 40}
-    with pytest.raises(InDoubt, match="_from_pipeline"):
-        read("diffusers model", "a", _from_pipeline="fill-mask")
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [

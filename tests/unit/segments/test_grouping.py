@@ -8,8 +8,7 @@ from shmload._segments.listing import SegmentInfo
 from shmload._segments.metadata import Place
 from shmload._segments.models import find_models, select
 from shmload._segments.names import name_prefix
-from shmload._segments.users import User, describe_user, name_users
-from shmload.errors import SegmentNotFound
+from shmload._segments.users import describe_user
 
 
 def segment(key, *, root="/m/sd15", component="", **given):
@@ -38,23 +37,6 @@ UNET, VAE = segment("1", component="unet", nbytes=90), segment("2", component="v
 
 def changed(info, **fields):
     return msgspec.structs.replace(info, **fields)
-
-
-def test_segments_of_one_model_are_summed_up():
-    serving = User(pid=7, command="python serve.py", program="serve.py")
-    vae = changed(VAE, created_at=3.0, used_at=4.0, dtype="float32")
-    unet = changed(UNET, is_leased=True, is_pinned=True, keep_for_s=60)
-    (model,) = find_models([vae, unet], {unet.name: (serving,)})
-    assert (model.name, model.source, model.variant) == ("sd15", "/m/sd15", "")
-    assert (model.components, model.dtype, model.nbytes) == (
-        ("unet", "vae"),
-        "bfloat16, float32",
-        95,
-    )
-    assert (model.used_by, model.is_leased, model.keep_for_s) == ((serving,), True, 60)
-    assert (model.created_at, model.used_at) == (3.0, 20.0)
-    assert (model.is_pinned, model.pinned_segments, model.is_current) == (False, 1, True)
-    assert model.eviction == "evicted sd15 (bfloat16, float32): unet, vae, 95 B, for room"
 
 
 def test_file_that_is_there_in_several_dtypes_is_a_model_in_each():
@@ -89,37 +71,9 @@ def test_what_a_load_has_built_is_with_the_files_of_its_model():
     assert (model.name, model.components) == ("sd15", ("unet",))
 
 
-def test_segment_without_a_model_shows_its_path():
-    odd = changed(UNET, model="", root="", component="", source="/x/a.safetensors")
-    version = changed(odd, name=VAE.name, source="shm:style@2")
-    assert [model.name for model in find_models([odd, version])] == [odd.source, "shm:style@2"]
-
-
 def test_models_of_one_name_are_called_by_their_paths():
     other = segment("7", root="/n/sd15", component="unet")
     assert [model.name for model in find_models([UNET, other])] == ["/m/sd15", "/n/sd15"]
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        UNET.name,
-        "/m/sd15",
-        "/m",
-        UNET.source,
-        "sd15",
-        "m/sd15",
-        "D1",
-        "0000",
-        find_models([UNET])[0].id,
-    ],
-)
-def test_model_is_chosen_by_what_it_is_called(pattern):
-    other = segment("8", root="/n/flux")
-    found = [UNET, other]
-    if pattern == "0000":
-        pattern = UNET.name.removeprefix(name_prefix())
-    assert select([pattern], found) == [UNET]
 
 
 def test_url_or_publication_is_chosen_by_its_name():
@@ -129,18 +83,6 @@ def test_url_or_publication_is_chosen_by_its_name():
     assert select(["s3://bucket/a/"], found) == [remote]
     assert select(["shm:style"], found) == select(["shm:style@2"], found) == [version]
     assert select([], found) == found
-
-
-def test_what_is_called_so_by_nobody_or_by_several_is_refused():
-    other = segment("b", root="/m/sd21")
-    with pytest.raises(SegmentNotFound, match="sd15, sd21"):
-        select(["sd"], [UNET, other])
-    with pytest.raises(SegmentNotFound):
-        select(["00000"], [UNET, VAE])
-    with pytest.raises(SegmentNotFound, match="did you mean 'sd15'"):
-        select(["sd1x5"], [UNET])
-    with pytest.raises(SegmentNotFound):
-        select(["", "\0"], [UNET])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +123,3 @@ def test_folder_of_a_pipeline_is_a_component_of_it(tmp_path):
 )
 def test_process_is_called_by_its_program(command, program):
     assert describe_user(1, command.split()).program == program
-
-
-def test_first_user_is_named_and_the_others_are_counted():
-    users = [User(pid=pid, command="", program="a") for pid in (9, 4, 7)]
-    assert (name_users(()), name_users(users[:1])) == ("", "9 a")
-    assert name_users(users) == "4 a +2"

@@ -229,16 +229,6 @@ def test_tensors_that_share_bytes_are_each_stored():
     assert layout.data_nbytes == 320
 
 
-def test_many_small_neighbours_become_one_run():
-    tensors = {
-        f"{number:04}": torch.full((16,), number, dtype=torch.int32) for number in range(999)
-    }
-    with in_memory(safetensors.torch.save(tensors)) as fd:
-        layout = lay_out_file(fd, converting(None))
-    ((run,),) = layout.pieces
-    assert run.count == 999 * 64
-
-
 def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
     with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"format": "pt", "x": "y"})) as fd:
         layout = lay_out_file(fd, converting(None), Metadata(source="here"))
@@ -250,13 +240,6 @@ def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
         assert read_metadata(fd).digest == ""  # not complete
         os.pwrite(fd, b"0123456789abcdef" * 2, DIGEST_OFFSET)
         assert read_metadata(fd).digest == "0123456789abcdef" * 2
-
-
-def test_shard_without_metadata_gets_the_framework_that_transformers_asks_for():
-    with in_memory(safetensors.torch.save({"a": torch.ones(3)})) as fd:
-        layout = lay_out_file(fd, converting(None))
-    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        assert read_header(fd, "segment").metadata["format"] == "pt"
 
 
 def test_segment_as_a_source_does_not_describe_the_new_segment():
@@ -298,17 +281,3 @@ def test_metadata_that_is_damaged_is_none(harm):
     with in_memory(raw) as fd:
         found = read_metadata(fd)
     assert found is None or found.created_at == 0
-
-
-def test_metadata_of_another_file_is_none():
-    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"shmload:source": "a"})) as fd:
-        assert read_metadata(fd) is None
-    with in_memory() as fd:
-        assert read_metadata(fd) is None
-
-
-def test_own_entries_have_no_dots_in_their_names():
-    # transformers takes an entry with a dot for one that torchao has made of a tensor.
-    entries = header_entries(make_metadata("a", "identity", "raw"), None)
-    assert entries
-    assert [key for key in entries if "." in key] == []

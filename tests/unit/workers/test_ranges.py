@@ -1,13 +1,10 @@
 """A worker fetches the ranges that a piece needs, in the order in which they are needed."""
 
-import threading
-
 import pytest
 
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload._segments.pieces import Run
-from shmload.workers import reader as reader_module
 from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, Source, is_one_range, join
 
 MB = 1 << 20
@@ -71,16 +68,6 @@ def test_bytes_come_in_the_order_of_the_spans(reader, asked):
     assert sorted(asked) == sorted((each.begin, each.end) for each in join(spans, is_one_range))
 
 
-def test_what_is_not_read_to_its_end_asks_for_no_more(reader, asked):
-    views = reader.read(SOURCE, whole(0, 22 * MB)[::-1], lambda: None)
-    next(views)
-    views.close()
-    assert len(asked) <= reader_module.REQUESTS + 1
-    assert [bytes(view) for view in reader.read(SOURCE, [span(4, 10)], lambda: None)] == [
-        CONTENT[4:14]
-    ]
-
-
 def test_error_of_a_request_is_raised(reader, monkeypatch):
     def fail(*_):
         raise FetchError("no")
@@ -88,16 +75,3 @@ def test_error_of_a_request_is_raised(reader, monkeypatch):
     monkeypatch.setattr(objects, "fetch", fail)
     with pytest.raises(FillError, match="no"):
         list(reader.read(SOURCE, [span(0, 8)], lambda: None))
-
-
-def test_worker_says_that_it_lives_while_it_waits(reader, monkeypatch):
-    said = threading.Event()
-
-    def fetch(wanted, begin, end):
-        assert said.wait(20)
-        return CONTENT[begin:end]
-
-    monkeypatch.setattr(objects, "fetch", fetch)
-    monkeypatch.setattr(reader_module, "_SIGN_OF_LIFE_S", 0.01)
-    (view,) = reader.read(SOURCE, [span(0, 8)], said.set)
-    assert bytes(view) == CONTENT[:8]

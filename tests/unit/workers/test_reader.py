@@ -4,14 +4,13 @@ import contextlib
 import errno
 import os
 import random
-import threading
 
 import pytest
 
 from shmload._host.reading import PLAIN, READ_NBYTES, Reading, open_direct
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
-from shmload.workers.reader import FillError, Reader, Source, examine_source
+from shmload.workers.reader import FillError, Reader, Source
 
 _NBYTES = 5 * READ_NBYTES + 1234
 _AHEAD = Reading(3, False)
@@ -67,40 +66,6 @@ def test_every_span_has_its_bytes(source, reader, content, seed):
     views = reader.read(source, spans)
     for run, view in zip(spans, views, strict=True):
         assert view == content[run.source_offset : run.source_offset + run.source_nbytes]
-
-
-def test_neighbours_are_read_together_and_ahead(path, reader, monkeypatch):
-    reads = []
-    preadv = os.preadv
-
-    def count(fd, buffers, offset, *flags):
-        reads.append(offset)
-        return preadv(fd, buffers, offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", count)
-    with path.open("rb") as file:
-        source = Source(file.fileno(), _AHEAD)
-        spans = [span(offset, 1000) for offset in range(0, 2 * READ_NBYTES, 2048)]
-        assert sum(len(view) for view in reader.read(source, spans)) == 1000 * len(spans)
-    assert sorted(reads) == [0, READ_NBYTES]
-
-
-def test_elements_across_a_boundary_are_read_with_those_before(path, reader, monkeypatch):
-    reads = []
-    preadv = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda *given: reads.append(len(given[1][0])) or preadv(*given)
-    )
-    with path.open("rb") as file:
-        spans, offset = [], 100
-        while offset + READ_NBYTES < _NBYTES:  # as the filler cuts blocks of 34 bytes
-            count = (READ_NBYTES - offset % READ_NBYTES) // 34
-            spans += [span(offset, count * 34), span(offset + count * 34, 34)]
-            offset += count * 34 + 34
-        for _ in reader.read(Source(file.fileno(), _AHEAD), spans):
-            pass
-    assert len(reads) == len(spans) // 2
-    assert sum(reads) < sum(run.source_nbytes for run in spans) + 4096 * len(reads)
 
 
 def test_short_reads_are_completed(source, reader, content, monkeypatch):
@@ -159,22 +124,6 @@ def test_offsets_that_the_disk_refuses_are_read_through_the_page_cache(
         assert view == content[7:5007]
 
 
-def test_reads_are_under_way_together(path, reader, monkeypatch):
-    preadv = os.preadv
-    together = threading.Barrier(_AHEAD.readers, timeout=30)
-
-    def meet(fd, buffers, offset, *flags):
-        if offset < _AHEAD.readers * READ_NBYTES:
-            together.wait()  # passes only if all are here
-        return preadv(fd, buffers, offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", meet)
-    with path.open("rb") as file:
-        spans = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
-        views = reader.read(Source(file.fileno(), _AHEAD), spans)
-        assert sum(map(len, views)) == 5 * READ_NBYTES
-
-
 def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
     preadv = os.preadv
     left = []
@@ -194,12 +143,3 @@ def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
         done = len(left)
     assert done >= 1
     assert len(left) == done
-
-
-def test_file_in_memory_is_read_when_it_is_needed(path):
-    with path.open("rb") as file:
-        source = examine_source(file.fileno(), 1)
-        source.close_direct()
-    if source.reading.readers:
-        pytest.skip("this file system does not tell what is in memory")
-    assert source.direct_fd is None
