@@ -102,15 +102,6 @@ def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, h
     assert shm_names() == []
 
 
-@pytest.mark.slow
-def test_daemonic_children_end_first_where_shmload_was_imported_first(source, new_child, shm_names):
-    process = new_child("import shmload\n" + MULTIPROCESSING, source, "open")
-    process.expect("USED")
-    process.say()
-    assert process.wait() == 0
-    assert shm_names() == []
-
-
 @pytest.mark.parametrize("how", ["alone", "beside another"])
 def test_forked_child_of_multiprocessing(source, child, shm_names, how):
     process = child(MULTIPROCESSING, source, how)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from warming import TENSORS, as_bf16, assert_same
 
 import shmload
@@ -75,25 +75,6 @@ def test_shared_segment_goes_with_its_last_lease_though_it_is_mapped(
     assert shm_names() == []  # no process would remove it when that program ends
 
 
-def test_other_segments_are_removed(checkpoint, tmp_path, map_through_view):
-    other = tmp_path / "other.safetensors"
-    save_file(TENSORS, other)
-    (free,) = shmload.warm(other).segments
-    map_through_view(checkpoint)
-    with pytest.raises(shmload.SegmentBusy) as caught:
-        shmload.evict(checkpoint, other)
-    assert caught.value.removed == (free,)
-    assert [info.source for info in shmload.segments()] == [str(checkpoint)]
-
-
-def test_shared_segment_that_is_mapped_is_no_leftover(checkpoint, map_through_view):
-    map_through_view(checkpoint)
-    (info,) = shmload.segments()
-    (Path("/dev/shm") / info.name).chmod(0o500)  # shared; its last lease is gone
-    assert shmload.collect_garbage() == []
-    assert is_leased() == [True]
-
-
 @pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_load_that_fails_leaves_what_another_process_maps(
     checkpoint, child, monkeypatch, shm_names, is_elsewhere
@@ -121,15 +102,3 @@ def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_v
     assert [user.pid for model in shmload.models() for user in model.used_by] == [program.pid]
     shmload.warm(shards[2], torch_dtype="bfloat16")  # the first was used least recently
     assert {info.source for info in shmload.segments()} == {str(shards[0]), str(shards[2])}
-
-
-def test_load_does_not_look_at_other_processes(checkpoint, monkeypatch):
-    from shmload._segments import removal, users
-
-    for module in (users, removal):
-        monkeypatch.setattr(module, "mappers", pytest.fail)
-    shmload.warm(checkpoint, torch_dtype="bfloat16")
-    for keep in (False, True):
-        shmload.load_state_dict(checkpoint, "bfloat16", keep=keep)
-    with shmload.view(checkpoint, torch_dtype="bfloat16") as path:
-        load_file(path)

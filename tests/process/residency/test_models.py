@@ -1,25 +1,16 @@
 """Models are listed, named and chosen as a person would do it."""
 
-import itertools
 import os
 import re
 import subprocess
 import sys
-import types
 
-import click
 import pytest
 import torch
 from safetensors.torch import save_file
 from warming import CHILD, begun
 
 import shmload
-from shmload._cli import residents
-from shmload._cli.main import main
-from shmload._host.descriptors import try_lock
-from shmload._host.shm import shm_unlink
-from shmload._segments import removal
-from shmload._segments.segment import attach
 
 
 def save(folder, *components, seed=0):
@@ -68,17 +59,6 @@ def test_file_of_two_models_is_listed_with_the_one_that_it_was_decoded_for(pipel
     assert str(shmload.models()).splitlines()[-1].startswith("2 models, 3 segments, ")
 
 
-def test_long_listing_says_which_model_each_segment_is_of(pipelines, command):
-    for folder in pipelines:
-        warm(folder)
-    rows = command("ls", "--long")[1].partition("\n\n")[2].splitlines()[1:-1]
-    assert [(row.split()[0], row.split()[-1]) for row in rows] == [
-        ("stable-diffusion", "unet/model.safetensors"),
-        ("stable-diffusion", "vae/model.safetensors"),
-        ("stable-video", "unet/model.safetensors"),
-    ]
-
-
 def test_model_in_use_names_its_process(pipelines):
     state = shmload.load_state_dict(
         pipelines[0] / "unet" / "model.safetensors", "bfloat16", keep=True
@@ -94,7 +74,7 @@ def test_model_in_use_names_its_process(pipelines):
 # Names --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["stable-diffusion", "diff", "DIFFUSION", "id", "~"])
+@pytest.mark.parametrize("pattern", ["DIFFUSION", "id", "~"])
 def test_model_is_removed_by_what_a_person_calls_it(pipelines, pattern, monkeypatch):
     for folder in pipelines:
         warm(folder)
@@ -116,11 +96,6 @@ def test_part_of_several_names_is_refused_with_all_of_them(pipelines):
         shmload.evict("stable")
     assert caught.value.candidates == ("stable-diffusion", "stable-video")
     assert len(shmload.segments()) == 3
-
-
-def test_all_and_a_name_exclude_each_other():
-    with pytest.raises(click.UsageError, match="leave out the names"):
-        main(["rm", "--all", "sd"], standalone_mode=False)
 
 
 def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
@@ -147,51 +122,6 @@ def test_dry_run_removes_nothing(pipelines, command):
     assert len(shmload.segments()) == 2
     assert re.fullmatch(f"removed{done}", command("gc")[1])
     assert command("rm", "stable")[1].endswith("stable-diffusion (bfloat16)\n")
-
-
-def test_what_goes_while_it_is_removed_is_no_error(pipelines, command, monkeypatch):
-    warm(pipelines[0])
-    unet = shmload.segments()[0].name
-    select = residents.select
-
-    def select_late(*args, **kwargs):
-        chosen = select(*args, **kwargs)
-        shm_unlink(unet)
-        return chosen
-
-    monkeypatch.setattr(residents, "select", select_late)
-    assert command("rm", "--all")[1].startswith("removed 1 segment, ")
-    assert shmload.segments() == []
-
-
-def test_removal_waits_for_another_one(pipelines, monkeypatch):
-    warm(pipelines[0])
-    unet, vae = shmload.segments()
-    others = [attach(info.name) for info in (unet, vae)]
-    for each in others:
-        assert try_lock(each.fd, exclusive=True)
-    clock = itertools.count()
-
-    def sleep(seconds):
-        if next(clock) > 1:  # longer than it waits for a lease
-            shm_unlink(unet.name)  # the other process ends; it has seen the VAE in use
-            for each in others:
-                each.close()
-
-    passing = types.SimpleNamespace(monotonic=lambda: next(clock) / 2, sleep=sleep)
-    monkeypatch.setattr(removal, "time", passing)
-    assert [info.name for info in shmload.evict(pipelines[0])] == [vae.name]
-
-
-def test_listing_is_complete_and_has_no_colours_off_a_terminal(pipelines, command, monkeypatch):
-    for folder in pipelines:
-        warm(folder)
-    monkeypatch.setenv("COLUMNS", "20")  # of a terminal, not of a pipe
-    shown = command("ls")[1]
-    assert "stable-diffusion" in shown
-    assert "\x1b" not in shown
-    titles = ["MODEL", "DTYPE", "SIZE", "USED BY", "IDLE", "COMPONENTS"]
-    assert re.split("  +", shown.splitlines()[0]) == titles
 
 
 @pytest.mark.parametrize("variables", [{}, {"TERM": "dumb"}])

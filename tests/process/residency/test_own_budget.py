@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import threading
 
 import pytest
@@ -11,7 +10,7 @@ from warming import SHM
 import shmload
 from shmload._loading import room
 from shmload._segments.layout import Layout
-from shmload._segments.names import lock_name, try_turn
+from shmload._segments.names import lock_name
 from shmload._segments.part import acquire
 from shmload.errors import SharedMemoryFull
 
@@ -98,22 +97,6 @@ def test_wait_has_a_deadline(shards, configure, evicts):
         pytest.raises(SharedMemoryFull, match=r"not within 0.1 s \(SHMLOAD_WAIT_TIMEOUT_S\)"),
     ):
         shmload.warm(shards[1], dtype="bfloat16")
-
-
-def test_wait_for_a_turn_has_a_deadline(shards, two_fit, configure):
-    configure(budget=3 * _SEGMENT, wait_timeout_s=0.1)
-    with try_turn("room"), pytest.raises(SharedMemoryFull) as caught:
-        shmload.warm(shards[1], dtype="bfloat16")
-    assert "leaves" not in str(caught.value)  # it had no look
-    assert "a stopped process looks for room" in str(caught.value)
-
-
-def test_part_of_a_dead_process_takes_nothing_from_it(shards, configure, evicts):
-    configure(budget=3 * _SEGMENT // 2)
-    part = other_decode(shards[0])
-    os.close(part.take())  # as the kernel does when the process dies
-    shmload.warm(shards[1], dtype="bfloat16")
-    assert resident() == [str(shards[1])]
 
 
 def test_loads_at_once_stay_within_it(shards, two_fit):

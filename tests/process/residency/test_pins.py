@@ -13,11 +13,8 @@ from watching import until
 
 import shmload
 from shmload._doctor import diagnose
-from shmload._host.descriptors import try_lock
-from shmload._segments import removal, segment
+from shmload._segments import segment
 from shmload._segments.names import lock_name, try_turn
-from shmload._segments.removal import remove_expired, remove_idle
-from shmload._segments.segment import attach
 from shmload._segments.upkeep import find_garbage
 from shmload._service.keeper import Keeper
 from shmload._service.notice import require_service
@@ -89,15 +86,6 @@ def test_pin_makes_what_is_shared_resident_while_it_is_in_use(shards, evicts):
     shmload.unpin(shards[0])
     assert pinned() == []
     assert state["weight"].eq(0).all()
-
-
-def test_commands_pin_and_unpin(resident, command):
-    _, printed, _ = command("pin", resident[0])
-    assert printed.startswith("pinned 1 segment, 1.00 MiB: 0.safetensors")
-    assert pinned() == [str(resident[0])]
-    assert "pinned" in command("ls", "--long")[1]
-    assert command("unpin", resident[0])[1].startswith("unpinned 1 segment, 1.00 MiB")
-    assert pinned() == []
 
 
 @pytest.fixture
@@ -176,17 +164,6 @@ def test_what_is_idle_for_its_time_goes_with_the_next_load(shards, evicts, keep_
     assert [info.source for info in shmload.segments()] == [str(shards[1])]
 
 
-def test_limit_of_what_is_resident_is_changed_and_lifted(resident):
-    shmload.verify()
-    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
-    shmload.warm(resident[0], dtype="bfloat16")
-    assert [info.keep_for_s for info in shmload.segments()] == [2 * _HOUR_S, 0]
-    assert [os.stat(SHM / info.name).st_mode & 0o7777 for info in shmload.segments()] == [0o400] * 2
-    shmload.warm(resident[0], dtype="bfloat16", keep_for="forever")
-    assert [info.keep_for_s for info in shmload.segments()] == [0, 0]
-    assert len(shmload.verify()) == 2
-
-
 def test_load_of_what_is_due_uses_it(shards, evicts):
     shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
     idle_for(_HOUR_S)
@@ -209,55 +186,6 @@ def test_what_is_in_use_or_pinned_does_not_go(shards, evicts, command):
     (name,) = (info.name for info in shmload.segments())
     assert command("gc", "--dry-run")[1].startswith("would remove 1 segment, 1.00 MiB: ")
     assert shmload.collect_garbage() == [name]
-
-
-def test_what_is_due_is_looked_at_once_for_all(shards, evicts, monkeypatch):
-    states = []
-    for path in shards[:3]:
-        shmload.warm(path, dtype="bfloat16", keep_for="1h")
-        states.append(shmload.load_state_dict(path, "bfloat16"))
-    del states[1:]
-    idle_for(_HOUR_S)
-    mappers, looks = removal.mappers, []
-
-    def look(inodes):
-        looks.append(len(inodes))
-        return mappers(inodes)
-
-    monkeypatch.setattr(removal, "mappers", look)
-    shmload.warm(shards[3], dtype="bfloat16")
-    assert looks == [2]  # a lease says enough
-    assert [info.source for info in shmload.segments()] == [str(shards[0]), str(shards[3])]
-    assert time.time() - shmload.segments()[0].used_at < 60  # it was seen in use
-
-
-def test_what_another_process_removes_or_lists_is_not_seen_in_use(shards, evicts):
-    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
-    idle_for(_HOUR_S)
-    (info,) = shmload.segments()
-    with contextlib.closing(attach(info.name)) as segment:
-        assert try_lock(segment.fd, exclusive=True)
-        assert remove_expired() == []
-    assert remove_expired() == [info.name]
-
-
-def test_dry_run_changes_nothing(shards, evicts):
-    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
-    state = shmload.load_state_dict(shards[0], "bfloat16")
-    idle_for(_HOUR_S)
-    before = shmload.segments()
-    assert find_garbage() == []
-    assert shmload.segments() == before
-    del state
-
-
-def test_time_begins_when_the_last_user_ends(shards, evicts, saved):
-    source = saved("stable-diffusion")
-    shmload.warm(source, dtype="bfloat16", keep_for="1h")
-    pipe = shmload.load_pipeline(source, dtype="bfloat16")
-    idle_for(_HOUR_S)
-    del pipe
-    assert shmload.collect_garbage() == []
 
 
 def test_service_removes_what_is_due(shards, evicts):
@@ -294,10 +222,3 @@ def test_pinned_segment_whose_source_is_away_is_no_garbage(checkpoint, evicts):
     assert find_garbage() == shmload.collect_garbage() == []
     away.rename(checkpoint.parent)
     assert shmload.warm(checkpoint).read_nbytes == 0
-
-
-def test_eviction_spares_what_was_pinned_after_it_was_listed(checkpoint):
-    (name,) = shmload.warm(checkpoint).segments
-    shmload.pin(checkpoint)
-    assert remove_idle([name], condition=lambda segment: not segment.is_pinned).idle == []
-    assert remove_idle([name]).idle == [name]

@@ -34,15 +34,6 @@ def test_kept_segments_are_attached_and_nothing_is_read(saved, shm_names, evicts
     assert shmload.warm(source, torch_dtype=torch.bfloat16).read_nbytes == 0
 
 
-def test_resident_segments_are_attached_by_a_load_that_keeps_nothing(saved, shm_names, evicts):
-    source = saved("wan")
-    names = shmload.warm(source, torch_dtype=torch.bfloat16).segments
-    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16)
-    assert shm_names() == sorted(names)
-    assert all(info.is_leased for info in shmload.segments())
-    assert Mappings().find(pipe.vae.encoder.conv_in.weight)[1].removeprefix("/dev/shm/") in names
-
-
 def test_verify_looks_at_what_was_resident(saved, shm_names, evicts):
     source = saved("flux")
     shmload.warm(source, torch_dtype=torch.bfloat16)
@@ -55,21 +46,6 @@ def test_verify_looks_at_what_was_resident(saved, shm_names, evicts):
     path.chmod(0o400)
     with pytest.raises(shmload.SegmentCorrupt, match=path.name):
         shmload.load_pipeline(source, torch_dtype=torch.bfloat16, verify=True)
-
-
-def test_progress_of_a_pipeline_counts_to_the_end(saved, configure):
-    configure(inline_nbytes=0)
-    source = saved("wan", sharded=True)
-    total = sum(shard.read_nbytes for shard in shmload.plan(source, torch_dtype="bf16").shards)
-    seen = []
-    shmload.load_pipeline(
-        source,
-        torch_dtype="bf16",
-        workers=2,
-        verify=True,
-        progress=lambda *counts: seen.append(counts),
-    )
-    assert seen[-1] == (total, total)
 
 
 @pytest.mark.parametrize("attached", [False, True])

@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import save_file
-from warming import CHILD, NBYTES, TENSORS, as_bf16, assert_same, begun
+from warming import CHILD, NBYTES, TENSORS, begun
 
 import shmload
 
@@ -42,39 +42,6 @@ def test_second_process_waits_for_the_first(checkpoint, child):
     assert int(read) == NBYTES
     assert second.expect("READ").split() == ["0", name]
     assert [info.name for info in shmload.verify()] == [name]
-
-
-def test_part_of_a_killed_process_is_taken_over(checkpoint, child, shm_names):
-    first = child(CHILD, "warm", checkpoint)
-    begun(first)
-    first.expect("AT")
-    first.end()
-    (part,) = shm_names()
-    assert part.endswith(".part")
-    assert shmload.segments() == []
-    report = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    assert report.read_nbytes == NBYTES
-    assert shm_names() == list(report.segments) == [part.removesuffix(".part")]
-    assert len(shmload.verify()) == 1
-    assert_same(shmload.load_state_dict(checkpoint, torch.bfloat16, keep=True), as_bf16(TENSORS))
-
-
-def test_part_of_a_process_killed_with_its_workers_at_work_is_taken_over(
-    tmp_path, child, configure, shm_names, evicts
-):
-    # The killed loader's workers hold the part until they notice its end.
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(8_000_000, dtype=torch.int32).view(torch.float32)}, path)
-    configure(inline_nbytes=0, workers=2)
-    first = child(CHILD, "warm", path)
-    begun(first)
-    first.expect("AT")
-    first.end()
-    assert len(shm_names()) == 1
-    report = shmload.warm(path, torch_dtype=torch.bfloat16)
-    assert report.read_nbytes == 32_000_000
-    assert shm_names() == list(report.segments)
-    assert len(shmload.verify()) == 1
 
 
 def test_waiting_process_takes_over_from_one_that_is_killed(checkpoint, child):
@@ -125,16 +92,3 @@ def test_warm_makes_resident_what_another_process_decodes_for_itself(checkpoint,
     assert warming.wait() == 0
     assert [info.name for info in shmload.segments()] == line.split()[2:]
     assert len(shmload.verify()) == 1
-
-
-def test_private_load_uses_what_another_process_warms(checkpoint, child):
-    warming = child(CHILD, "warm", checkpoint)
-    begun(warming)
-    warming.expect("AT")
-    private = child(CHILD, "load", checkpoint)
-    assert "1 awaited" in begun(private)
-    warming.say()
-    warming.expect("READ")
-    wanted = float(TENSORS["a.weight"].bfloat16().double().sum())
-    assert float(private.expect("LOADED")) == wanted
-    assert [info.is_leased for info in shmload.segments()] == [True]

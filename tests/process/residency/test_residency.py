@@ -1,6 +1,5 @@
 """Segments are attached while their source is unchanged; they can be listed, verified, removed."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
 from shmload._segments.names import name_prefix
-from shmload._segments.segment import Segment
 
 # A source that changes ----------------------------------------------------------------------------
 
@@ -63,15 +61,8 @@ def test_changed_source_is_not_served(checkpoint, change):
     }
 
 
-def test_source_that_is_gone_is_not_current(checkpoint):
-    shmload.warm(checkpoint)
-    checkpoint.unlink()
-    assert [info.is_current for info in shmload.segments()] == [False]
-
-
-@pytest.mark.parametrize("name", ["caf\udce9.safetensors", "猫.safetensors"])
-def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint, name):
-    path = checkpoint.rename(checkpoint.with_name(name))
+def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint):
+    path = checkpoint.rename(checkpoint.with_name("caf\udce9.safetensors"))
     shmload.warm(path)
     assert [info.is_current for info in shmload.segments()] == [True]
     code = "import shmload; print(ascii(shmload.segments())); print(shmload.collect_garbage())"
@@ -80,14 +71,6 @@ def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint, name):
     assert "is_current=True" in done.stdout
     assert done.stdout.endswith("[]\n")
     assert len(shmload.evict(path)) == 1
-
-
-def test_copy_is_another_source_and_a_link_is_not(checkpoint, tmp_path):
-    name = shmload.warm(checkpoint).segments
-    shutil.copy2(checkpoint, tmp_path / "copy.safetensors")
-    assert shmload.warm(tmp_path / "copy.safetensors").segments != name
-    (tmp_path / "link.safetensors").symlink_to(checkpoint)
-    assert shmload.warm(tmp_path / "link.safetensors").segments == name
 
 
 # Listing and checking -----------------------------------------------------------------------------
@@ -137,7 +120,7 @@ def damage(name, offset, value=None):
     path.chmod(0o400)
 
 
-@pytest.mark.parametrize("offset", [4096, 4096 + 1000, -1])
+@pytest.mark.parametrize("offset", [4096, -1])
 def test_flipped_byte_is_found(checkpoint, tmp_path, offset):
     (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
     other = tmp_path / "other.safetensors"
@@ -166,11 +149,6 @@ def cut(name):
     os.truncate(SHM / name, 4096 + 64)
 
 
-def cut_into_the_header(name):
-    (SHM / name).chmod(0o600)
-    os.truncate(SHM / name, 100)
-
-
 def empty(name):
     (SHM / name).chmod(0o600)
     os.truncate(SHM / name, 0)
@@ -180,14 +158,7 @@ def break_header(name):
     damage(name, 8, ord("["))
 
 
-def break_metadata(name):
-    path = SHM / name
-    key = rb"\"created_at\":"
-    place = path.read_bytes().index(key) + len(key)
-    damage(name, place, ord("x"))
-
-
-@pytest.mark.parametrize("harm", [cut, cut_into_the_header, empty, break_header])
+@pytest.mark.parametrize("harm", [cut, empty, break_header])
 def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, shm_names, harm):
     (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
     harm(name)
@@ -220,21 +191,6 @@ def test_command_names_every_corrupt_segment(shards, evicts, command):
             assert [each["name"] for each in answer["sound"]] == names[2:]
         else:
             assert printed == "sound: 1 segment, 1.00 MiB\n"
-
-
-def test_listing_reads_no_entries_of_tensors(checkpoint, evicts, monkeypatch):
-    shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    monkeypatch.setattr(Segment, "read_header", pytest.fail)
-    assert [info.dtype for info in shmload.segments()] == ["bfloat16"]
-
-
-def test_segment_with_odd_metadata_is_no_crash(checkpoint):
-    (name,) = shmload.warm(checkpoint).segments
-    break_metadata(name)
-    with contextlib.suppress(shmload.SegmentCorrupt):
-        assert len(shmload.segments()) <= 1
-        shmload.verify()
-    shmload.evict(name)
 
 
 # Removing -----------------------------------------------------------------------------------------
@@ -314,17 +270,6 @@ def test_garbage_is_outdated_segments_and_abandoned_parts(checkpoint, tmp_path, 
     (living,) = alive.expect("READ").split()[1:]
     assert f"{living}.part" in parts
     assert shm_names() == sorted([current, living])
-
-
-def test_outdated_segment_in_use_is_no_garbage(checkpoint, child):
-    (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
-    holder = child(CHILD, "load", checkpoint)
-    begun(holder)
-    holder.expect("LOADED")
-    checkpoint.unlink()
-    assert shmload.collect_garbage() == []
-    holder.end()
-    assert shmload.collect_garbage() == [name]
 
 
 def test_view_of_a_killed_process_is_garbage(checkpoint, child, shm_names):
