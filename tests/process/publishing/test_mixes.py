@@ -1,8 +1,5 @@
 """LoRAs are fused once, and equal what diffusers fuses."""
 
-import json
-import shutil
-
 import diffusers
 import pytest
 import torch
@@ -77,24 +74,6 @@ def test_mix_is_what_the_library_fuses_and_is_made_once(saved, loras, count, mon
     assert len(runs) == len(mixes()) == 1
 
 
-def test_mix_of_a_file_follows_its_configuration(one_file, loras, tmp_path):
-    config, path = one_file("stable-diffusion")
-    config = shutil.copytree(config, tmp_path / "config")
-    file = config / "scheduler" / "scheduler_config.json"
-    for end in (0.1, 0.2):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": end}))
-        pipe = shmload.mix(path, loras, config=str(config), progress=False)
-        assert pipe.scheduler.config.beta_end == end
-
-
-def test_other_scales_and_orders_are_other_mixes(saved, loras):
-    source = saved("stable-diffusion")
-    one, other = loras
-    for wanted in ([one], [(one, 0.5)], [(one, 0.5), other], [other, (one, 0.5)]):
-        shmload.mix(source, wanted, progress=False)
-    assert len(mixes()) == 4
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A pipeline of Wan with two transformers, and a LoRA for each of them."""
@@ -155,17 +134,6 @@ def test_changed_file_of_a_lora_makes_another_mix(saved, loras, tmp_path):
         file.write_bytes(each.read_bytes())
         shmload.mix(saved("stable-diffusion"), [file], progress=False)
     assert len(mixes()) == 2
-
-
-def test_styles_are_switched_without_an_effect_on_each_other(saved, loras):
-    source = saved("stable-diffusion")
-    wanted = [fused(source, [each], scale=1.0).unet.state_dict() for each in loras]
-    for turn in range(6):
-        unet = shmload.mix(source, [loras[turn % 2]], progress=False).unet
-        state = unet.state_dict()
-        assert all(torch.equal(state[k], each) for k, each in wanted[turn % 2].items())
-        with torch.no_grad():
-            unet.conv_in.weight.zero_()  # stays this pipeline's own
 
 
 # What others have done with the weights -----------------------------------------------------------

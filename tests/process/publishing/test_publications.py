@@ -3,16 +3,11 @@
 import gc
 import os
 import shutil
-import sys
 
 import pytest
 import torch
-from children import run_to_end
-from safetensors.torch import save_file
 
 import shmload
-from shmload._building import stored
-from shmload._segments.publications import Publication
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -38,10 +33,6 @@ def published():
     return [info.source for info in shmload.segments() if info.source.startswith("shm:")]
 
 
-def pinned():
-    return [info.source for info in shmload.segments() if info.is_pinned]
-
-
 def test_each_time_it_is_another_version(load):
     model = load()
     for number in (1, 2, 3):
@@ -53,15 +44,6 @@ def test_each_time_it_is_another_version(load):
     for source, value in (("shm:vae", 3), ("shm:vae@1", 1), ("shm:vae@3", 3)):
         got = shmload.load_model("AutoencoderKL", source)
         assert (got.encoder.conv_in.weight == value).all()
-
-
-def test_newest_version_alone_is_pinned(load):
-    model = load()
-    first = shmload.publish(model, "vae")
-    assert pinned() == ["shm:vae@1"]
-    shmload.publish(model, "vae")
-    assert pinned() == ["shm:vae@2"]
-    assert first.newest() == "shm:vae@2"
 
 
 # Where a publisher is killed: a function that it calls, and in which module.
@@ -96,17 +78,6 @@ shmload.publish(model, "vae")
     assert not [name for name in shm_names() if name.endswith(".part")]
 
 
-def test_publisher_that_is_killed_afterwards_has_published(saved, child):
-    killed = child(
-        f"{BEGIN}shmload.publish(model, 'vae')\nos.kill(os.getpid(), signal.SIGKILL)",
-        saved("stable-diffusion"),
-    )
-    assert killed.wait() < 0
-    assert published() == pinned() == ["shm:vae@1"]
-    assert shmload.load_model("AutoencoderKL", "shm:vae").encoder.conv_in.weight.is_cpu
-    assert shmload.verify()
-
-
 def test_version_is_free_once_who_has_attached_it_is_killed(load, child):
     model = load()
     with torch.no_grad():
@@ -132,31 +103,6 @@ sys.stdin.read()
     assert published() == []
 
 
-def test_load_that_needs_room_takes_none_of_what_is_being_attached(
-    load, tmp_path, configure, monkeypatch
-):
-    save_file({"weight": torch.ones(230_000)}, tmp_path / "large.safetensors")
-    model = load()
-    wanted = shmload.publish(model, "vae")
-    shmload.unpin("shm:vae")
-    del model
-    gc.collect()
-    configure(budget="1MiB")
-    attach = stored.attach
-    refused = []
-
-    def attach_late(name):
-        with pytest.raises(shmload.SharedMemoryFull) as caught:
-            shmload.warm(tmp_path / "large.safetensors", progress=False)
-        refused.append(str(caught.value))
-        return attach(name)
-
-    monkeypatch.setattr(stored, "attach", attach_late)
-    model = shmload.load_model("AutoencoderKL", wanted.source)
-    assert model.encoder.conv_in.weight.abs().sum() > 0
-    assert len(refused) == len(wanted.needs) == 1
-
-
 # What it needs ------------------------------------------------------------------------------------
 
 
@@ -175,15 +121,6 @@ def test_segment_that_is_needed_stays(load, saved):
     assert not shmload.segments()
 
 
-def test_little_of_a_segment_is_copied_and_the_segment_is_not_needed(load):
-    model = load()
-    little = torch.nn.Module()
-    little.bias = model.encoder.conv_in.bias
-    made = shmload.publish(little, "little")
-    assert (made.needs, made.shared_nbytes) == ((), 0)
-    assert torch.equal(shmload.load_model("Module", made.source).bias, little.bias)
-
-
 def test_shared_segment_that_is_needed_becomes_resident(saved):
     model = shmload.load_model(
         "AutoencoderKL",
@@ -198,24 +135,6 @@ def test_shared_segment_that_is_needed_becomes_resident(saved):
     del model
     gc.collect()
     shmload.load_model("AutoencoderKL", "shm:vae")
-
-
-def test_publish_evicts_what_is_idle(load, tmp_path, configure):
-    save_file({"weight": torch.ones(1 << 19)}, tmp_path / "idle.safetensors")
-    shmload.warm(tmp_path / "idle.safetensors", progress=False)
-    model = load()
-    used = sum(info.nbytes for info in shmload.segments())
-    configure(budget=f"{used / 1024}KiB")
-    shmload.publish(model, "vae")
-    assert not [info for info in shmload.segments() if "idle" in info.source]
-
-
-def test_version_that_another_process_has_begun_is_passed_over(load):
-    model = load()
-    slow, part = Publication("vae").begin()
-    assert shmload.publish(model, "vae").version == slow + 1
-    part.close()
-    assert pinned() == ["shm:vae@2"]
 
 
 @pytest.mark.parametrize("function", [shmload.plan, shmload.warm, shmload.share])
@@ -253,30 +172,3 @@ def test_other_versions_of_the_libraries_are_refused(load, monkeypatch):
     monkeypatch.setattr("diffusers.__version__", "0.1")
     with pytest.raises(shmload.PublicationError, match=r"published with diffusers .*here is 0\.1"):
         shmload.load_model("AutoencoderKL", "shm:vae")
-
-
-# The command line ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_commands_know_it(load, tmp_path):
-    shmload.publish(load(), "vae")
-    gc.collect()
-
-    def run(*arguments):
-        done = run_to_end([sys.executable, "-m", "shmload", *arguments])
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "shm:vae@1" in run("ls")
-    run("unpin", "shm:vae")
-    assert pinned() == []
-    run("save", "shm:vae", str(tmp_path / "saved"))
-    saved = shmload.load_model("AutoencoderKL", tmp_path / "saved")
-    got = shmload.load_model("AutoencoderKL", "shm:vae")
-    wanted = got.state_dict()
-    assert all(torch.equal(wanted[key], each) for key, each in saved.state_dict().items())
-    del got, wanted
-    gc.collect()
-    assert "removed" in run("rm", "shm:vae@1")
-    assert published() == []

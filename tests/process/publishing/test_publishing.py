@@ -7,11 +7,9 @@ import diffusers
 import pytest
 import torch
 from comparing import assert_equal, assert_modules_equal, reference
-from halving import Halves
 from mappings import Mappings, copied_nbytes, state_of
 from peft import LoraConfig
 from pipelines import FAMILIES
-from torch.testing._internal.two_tensor import TwoTensor
 
 import shmload
 
@@ -48,23 +46,6 @@ def test_unchanged_pipeline_is_returned_and_nothing_is_copied(saved, load, famil
     for name, tensor in state_of(got).items():
         assert mappings.find(tensor)[1].startswith("/dev/shm/shmload-"), name
     assert copied_nbytes(got) == 0
-
-
-@pytest.mark.slow
-def test_another_process_gets_it_and_copies_nothing(load, new_child):
-    pipe = load()
-    with torch.no_grad():
-        pipe.unet.conv_in.weight.add_(1)
-    shmload.publish(pipe, "changed")
-    child = new_child("""
-import shmload
-pipe = shmload.load_pipeline("shm:changed")
-kinds = type(pipe).__name__, type(pipe.scheduler).__name__
-print("IS", *kinds, pipe.tokenizer("a").input_ids, pipe.unet.conv_in.weight.tolist(), flush=True)
-""")
-    kinds = f"{type(pipe).__name__} {type(pipe.scheduler).__name__}"
-    said = f"{kinds} {pipe.tokenizer('a').input_ids} {pipe.unet.conv_in.weight.tolist()}"
-    assert child.expect("IS") == said
 
 
 def test_fused_lora_costs_what_it_has_changed(load):
@@ -127,38 +108,6 @@ def test_changed_pipeline_is_returned_as_it_is(load, change):
         assert got.unet.tail[0] == 99
 
 
-def test_compiled_model_is_published_as_its_original(load):
-    pipe = load()
-    original = pipe.unet
-    pipe.unet = torch.compile(original, backend="eager")
-    got = shmload.load_pipeline(shmload.publish(pipe, "compiled").source)
-    assert_modules_equal(got.unet, original, "unet")
-
-
-def test_tensors_that_a_tensor_is_made_of(load):
-    unet = load().unet
-    one = unet.time_embedding.linear_1
-    values = one.weight.detach(), one.weight.detach() * 2
-    one.weight = torch.nn.Parameter(TwoTensor(*values))
-    made = shmload.publish(unet, "two")
-    got = shmload.load_model("UNet2DConditionModel", made.source)
-    weight = got.time_embedding.linear_1.weight
-    assert type(weight) is TwoTensor
-    assert isinstance(weight, torch.nn.Parameter)
-    assert torch.equal(weight.a, values[0])
-    assert torch.equal(weight.b, values[1])
-    assert values[1].nbytes <= made.nbytes < values[1].nbytes + _STRUCTURE_NBYTES
-
-
-def test_parameter_of_a_class_of_its_own(load):
-    unet = load().unet
-    unet.conv_in.weight = Halves(torch.arange(9, dtype=torch.uint8), scale=0.5)
-    got = shmload.load_model(type(unet), shmload.publish(unet, "typed").source)
-    weight = got.conv_in.weight
-    assert (type(weight), weight.scale) == (Halves, 0.5)
-    assert torch.equal(weight.as_subclass(torch.Tensor), torch.arange(9, dtype=torch.uint8))
-
-
 def test_publication_of_a_publication(load):
     pipe = load()
     with torch.no_grad():
@@ -170,15 +119,6 @@ def test_publication_of_a_publication(load):
     second = shmload.publish(pipe, "second")
     assert len(second.needs) == len(first.needs) + 1
     assert_equal(shmload.load_pipeline("shm:second"), pipe)
-
-
-def test_private_pipeline_is_copied_whole(saved):
-    pipe = shmload.load_pipeline(saved("stable-diffusion"), progress=False)
-    made = shmload.publish(pipe, "whole")
-    weights = sum(each.nbytes for each in state_of(pipe).values())
-    assert (made.needs, made.shared_nbytes) == ((), 0)
-    assert weights <= made.nbytes < weights + _STRUCTURE_NBYTES
-    assert_equal(shmload.load_pipeline(made.source), pipe)
 
 
 def test_what_is_changed_afterwards_changes_neither(load):

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import threading
 import weakref
-from pathlib import Path
 
 import diffusers
 import pytest
@@ -121,31 +119,6 @@ def test_larger_than_the_budget_is_refused_and_nothing_else_goes(made, sources, 
     assert switcher.figures.loads == 2
 
 
-def test_pipeline_that_went_is_empty(made, sources, room):
-    switcher = made(sources, room(1))
-    with switcher.use("a") as pipe:
-        unet = weakref.ref(pipe.unet)
-    with switcher.use("b"):
-        assert unet() is None
-        with pytest.raises(AttributeError, match="unet"):
-            _ = pipe.unet
-
-
-@pytest.mark.slow
-def test_shared_parts_count_once(made, saved, size):
-    base = saved("stable-diffusion")
-    pipe = shmload.load_pipeline(base, keep=True, progress=False)
-    for name in "xy":
-        with torch.no_grad():
-            pipe.unet.conv_in.weight.add_(1)
-        shmload.publish(pipe, name)
-    del pipe
-    gc.collect()
-    switcher = made({"base": str(base), "x": "shm:x", "y": "shm:y"}, "1GiB")
-    with switcher.use("base"), switcher.use("x"), switcher.use("y"):
-        assert resident() - size // 10 <= switcher.figures.held_nbytes < resident() + size // 10
-
-
 @pytest.mark.slow
 def test_style_is_mixed_when_it_is_first_used_and_attached_later(
     made, sources, lora, size, monkeypatch
@@ -229,17 +202,6 @@ def note_waits(switcher, note):
         return wait_for(is_over, *args)
 
     switcher._changed.wait_for = wait
-
-
-def test_block_may_end_in_another_thread(made, sources):
-    """As of a dependency of FastAPI that yields."""
-    switcher = made(sources, "1GiB")
-    use = switcher.use("a")
-    use.__enter__()
-    in_threads(lambda: use.__exit__(None, None, None))
-    with switcher.use("a"):
-        pass
-    assert switcher.figures.hits == 1
 
 
 def test_tasks_that_wait_leave_threads_for_the_one_that_works(made, sources):
@@ -372,15 +334,6 @@ def test_errors_of_a_load_leave_the_switcher_usable(made, sources, tmp_path):
         pass
 
 
-def test_paths_and_their_texts_are_the_same_names(made, sources):
-    one, other = map(Path, list(sources.values())[:2])
-    switcher = made([one, str(other)], "1GiB")
-    for name in (one, str(one), other, str(other)):
-        with switcher.use(name):
-            pass
-    assert switcher.figures.loads == 2
-
-
 def test_pipeline_in_use_goes_after_its_use_when_the_switcher_is_closed(sources):
     switcher = shmload.Switcher(sources, "1GiB", progress=False)
     with switcher.use("a") as pipe:
@@ -402,16 +355,3 @@ def test_reload_takes_the_newest_version(made):
     switcher.reload("linear")
     with switcher.use("linear") as second:
         assert torch.equal(second.weight, model.weight)
-
-
-def test_closed_switcher_keeps_nothing(sources):
-    switcher = shmload.Switcher(sources, "1GiB", progress=False)
-    with switcher.use("a") as pipe:
-        gone = weakref.ref(pipe)
-    del pipe
-    switcher.close()
-    switcher.close()
-    assert gone() is None
-    assert resident()
-    with pytest.raises(shmload.ArgumentError, match="closed"), switcher.use("a"):
-        pass

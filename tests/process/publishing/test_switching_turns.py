@@ -106,18 +106,6 @@ def test_first_loads_take_turns(made):
     assert switcher.figures.held_nbytes <= 2 * _NBYTES
 
 
-def test_failed_load_leaves_its_room_to_others(made):
-    def load():
-        raise OSError
-
-    switcher = made(1, a=load, b=module)
-    for _ in range(2):
-        with pytest.raises(OSError), switcher.use("a"):  # noqa: PT011
-            pass
-        assert switcher.figures.held_nbytes == 0
-    use(switcher, "b")
-
-
 def test_child_that_is_forked_in_a_block_begins_without_uses(made):
     switcher = made(1, a=module, b=module)
     with switcher.use("a"):
