@@ -14,7 +14,7 @@ from mappings import copied_nbytes
 
 import shmload
 from shmload._building import code, remembered
-from shmload._segments import names
+from shmload._segments import part
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -171,7 +171,7 @@ shmload.load_model(
         killed.process.kill()
         killed.wait()
 
-    monkeypatch.setattr(names.time, "sleep", kill)
+    monkeypatch.setattr(part.time, "sleep", kill)
     before = HalvingQuantizer.runs
     load()
     assert waited

@@ -153,7 +153,6 @@ def widen(pipe):
         (lambda pipe: pipe.text_encoder.half(), "text_encoder"),
         (lambda pipe: setattr(pipe, "vae", None), "vae is only there"),
         (lambda pipe: pipe.vae.to("meta"), "vae"),
-        (lambda pipe: setattr(pipe.vae, "hf_device_map", {"": "disk"}), "has the weights of vae"),
     ],
 )
 def test_other_structure_is_refused_and_nothing_changes(trained, change, said):
