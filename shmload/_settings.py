@@ -54,7 +54,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=2_000_000)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that hold for the whole process; see `docs/settings.md` for the reasons."""
+    """Values that hold for the whole process; see `docs/operate.md` for the reasons."""
 
     workers: Count | None = None
     """Worker processes for one load; None means one for each core that the parent does not need."""

@@ -37,7 +37,7 @@ def is_of_output(exc: OSError) -> bool:
 
 
 def print_json(command: str, **fields: object) -> None:
-    """Print a command's answer as JSON; docs/json.md describes the fields of each command.
+    """Print a command's answer as JSON; docs/operate.md describes the fields of each command.
 
     Args:
         command: the command's name.

@@ -1,4 +1,4 @@
-"""docs/json.md says what --json prints: the page is compared with the commands' own answers."""
+"""docs/operate.md says what --json prints: the page is compared with the commands' own answers."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from shmload._doctor import Finding
 from shmload._segments.users import User
 from shmload._service.notice import Status
 
-_PAGE = Path(__file__).parents[3] / "docs" / "json.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "operate.md"
 _KINDS = {
     shmload.Model: "model",
     shmload.SegmentInfo: "segment",
@@ -35,13 +35,19 @@ _OPTIONAL = {"error", "left_out", "placement"}
 
 @pytest.fixture(scope="module")
 def page():
-    """For each section of the page, the text beside each field."""
-    return {
-        section.partition("\n")[0].strip("`").lower(): dict(
+    """For each command and each kind of object, the text beside each field."""
+    text = _PAGE.read_text().partition("\n## What `--json` prints\n")[2]
+    answers, *objects = text.split("\n### ")
+    found = {}
+    for command, field, what in re.findall(
+        r"^\| `(shmload [\w ]+)` \| `(\w+)` \| (.+) \|$", answers, re.MULTILINE
+    ):
+        found.setdefault(command, {})[field] = what
+    for section in objects:
+        found[section.partition("\n")[0].lower()] = dict(
             re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
         )
-        for section in _PAGE.read_text().split("\n## ")[1:]
-    }
+    return found
 
 
 def compare(page, section, answer):
@@ -51,7 +57,7 @@ def compare(page, section, answer):
         assert answer.keys() in ({"source", "error"}, {"directory", "error"})
     else:
         wanted = answer.keys() | (fields.keys() & _OPTIONAL)
-        assert fields.keys() == wanted, f"docs/json.md, section {section}: other fields"
+        assert fields.keys() == wanted, f"docs/operate.md, section {section}: other fields"
     for name, value in answer.items():
         link = re.match(r"(?:list of|one) \[\w+\]\(#(\w+)\)", fields[name])
         if link and value is not None:

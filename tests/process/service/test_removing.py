@@ -1,4 +1,4 @@
-"""What docs/operators.md says about removing leaves no trace."""
+"""What docs/service.md says about removing leaves no trace."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import shmload
 
-_PAGE = Path(__file__).parents[3] / "docs" / "operators.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "service.md"
 
 
 def commands():

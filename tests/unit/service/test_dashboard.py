@@ -70,7 +70,7 @@ def test_every_expression_names_metrics_and_labels_that_are_exported(exported):
 
 
 def test_every_alert_is_on_the_page_and_says_what_it_means():
-    page = (_DOCS / "operators.md").read_text()
+    page = (_DOCS / "service.md").read_text()
     names = [rule["alert"] for rule in alerts()]
     assert re.findall(r"^\| `(Shmload\w+)`", page, re.M) == names
     for rule in alerts():
