@@ -5,12 +5,17 @@ not. A request that fails is made again for `remote_timeout_s`, and no longer. E
 credentials: obstore sends these in headers, and the query of a URL, where a server may have put
 some, is cut out of messages.
 
+obstore answers by threads of its own, which a forked child lacks: there every request is refused,
+as it would never end.
+
 The only module that imports obstore.
 """
 
 import functools
 import itertools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -31,6 +36,18 @@ _MOST_TEXT = 300
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+# Whether this process was forked when obstore, which starts its threads at its first request, was
+# imported.
+_is_without_threads = False
+
+
+def _note_threads() -> None:
+    global _is_without_threads
+    _is_without_threads = "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_note_threads)
 
 
 def require_readable_url(url: str) -> None:
@@ -164,6 +181,11 @@ def _request(url: str, request: Callable[[], _R]) -> _R:
     Raises:
         ObjectMissing, FetchError: it fails.
     """
+    if _is_without_threads:
+        raise FetchError(
+            "this process was forked from one that had used obstore, whose threads it lacks; start "
+            "processes by `spawn` or `forkserver`, or load from buckets only after the fork"
+        )
     errors = _obstore().exceptions
     try:
         return request()

@@ -225,6 +225,29 @@ def test_workers_leave_a_killed_loader_although_the_server_stalls(server, config
         sleeper.wait_for_the_end()
 
 
+LOAD_FORK_AND_LOAD = """
+import faulthandler, os, sys
+import shmload
+shmload.load_state_dict(sys.argv[1])
+if os.fork() == 0:
+    faulthandler.dump_traceback_later(20, exit=True)
+    try:
+        shmload.load_state_dict(sys.argv[2])
+    except shmload.SourceNotFound as exc:
+        print("REFUSED", exc, flush=True)
+    os._exit(0)
+print("ENDED", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_forked_child_is_told_that_it_cannot_ask(server, child):
+    server.objects["a.safetensors"] = server.objects["b.safetensors"] = save({"a": torch.ones(9)})
+    urls = (f"s3://models/{name}.safetensors" for name in "ab")
+    process = child(LOAD_FORK_AND_LOAD, *urls)
+    assert "spawn" in process.expect("REFUSED")
+    assert process.expect("ENDED") == "0"
+
+
 def test_nothing_there(server):
     with pytest.raises(shmload.SourceNotFound, match="nothing is there that is read"):
         shmload.warm("s3://models/none")
