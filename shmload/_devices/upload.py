@@ -19,7 +19,7 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 import torch
@@ -181,23 +181,37 @@ class Upload:
         """Start to copy bytes; returns when they have been read, and may change.
 
         Args:
-            moves: to any devices.
+            moves: to any devices. After an error no byte of them is read any more.
 
         Raises:
             torch.OutOfMemoryError: a device is full.
             RuntimeError: a driver failed.
         """
-        before = None
-        for batch in batches(moves, self._slot_nbytes):
-            slot = self._take()
-            fills = [
-                self._pool.submit(_fill, slot.content, part, self._files) for part in batch.parts
-            ]
-            if before:  # the cores go on meanwhile
+        fills: list[Future[None]] = []
+        try:
+            before = None
+            for batch in batches(moves, self._slot_nbytes):
+                slot = self._take()
+                started = len(fills)
+                for part in batch.parts:
+                    fills.append(self._pool.submit(_fill, slot.content, part, self._files))
+                if before:  # the cores go on meanwhile
+                    self._start(*before)
+                before = batch, slot, fills[started:]
+            if before:
                 self._start(*before)
-            before = batch, slot, fills
-        if before:
-            self._start(*before)
+        except BaseException:
+            self._take_back(fills)
+            raise
+
+    def _take_back(self, fills: Iterable["Future[None]"]) -> None:
+        """Have all slots free after an error: none is filled, and no device reads from one."""
+        wait(fills)
+        for runtime in self._runtimes:
+            runtime.drain()
+        self._slots = [slot for slot in self._slots if slot.exception() is None]
+        self._busy.clear()
+        self._free = deque(self._slots)
 
     def _take(self) -> PageLocked:
         """Return a slot that all devices have read."""
