@@ -193,8 +193,10 @@ class Upload:
             for batch in batches(moves, self._slot_nbytes):
                 slot = self._take()
                 started = len(fills)
-                for part in batch.parts:
-                    fills.append(self._pool.submit(_fill, slot.content, part, self._files))
+                fills.extend(
+                    self._pool.submit(_fill, slot.content, part, self._files)
+                    for part in batch.parts
+                )
                 if before:  # the cores go on meanwhile
                     self._start(*before)
                 before = batch, slot, fills[started:]
