@@ -1,17 +1,18 @@
-"""The demonstration: one pipeline, loaded three ways, compared.
+"""The demonstration: one pipeline, loaded four ways, compared; and a checkpoint to go on with.
 
     scripts/demo [OUTPUT]
 
-OUTPUT is the directory that gets `image.png`.
+OUTPUT is the directory that gets a checkpoint of 120 MB, and a program that loads it.
 
 Each way runs in its own process, so that times and memory are those of a fresh start.
 """
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,76 +22,137 @@ from shmload._wording import format_nbytes
 from shmload.errors import WorkerError
 
 _CHILD_TIMEOUT_S = 600.0
+_PYTHON = (sys.executable, "-P")
+_SHMLOAD = (sys.executable, "-P", "-m", "shmload")
+_RUN = (*_SHMLOAD, "run")
 _WAYS = {
     "diffusers": "diffusers' from_pretrained",
     "first": "shmload, nothing resident",
     "attach": "shmload, resident",
+    "run": "shmload run, resident",
 }
+
+_APP = """\
+import shmload
+
+pipe = shmload.load_pipeline({source!r}, dtype="bfloat16", keep=True)
+image = pipe("a lighthouse in the fog", num_inference_steps=4).images[0]
+image.save({image!r})
+"""
 
 
 def run_demo(output: str = "demo-output") -> None:
-    """Make a checkpoint, load it three ways, print the comparison and write an image.
+    """Make a checkpoint, load it four ways, print the comparison and what to try next.
 
     Args:
-        output: the directory that gets `image.png`; made if it is missing.
+        output: the directory that gets the files; made if it is missing.
 
     Raises:
         WorkerError: one of the ways failed.
     """
-    target = Path(output)
+    target = Path(output).resolve()
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shmload-demo-") as folder:
-        print("making a class-conditional DiT pipeline with random float32 weights ...")
-        source = _make_checkpoint(Path(folder) / "dit")
-        try:
-            results = {}
-            for way, title in _WAYS.items():
-                print(f"loading in a new process: {title} ...")
-                results[way] = _run_child(way, source, target)
-        finally:
-            resident = [info.name for info in shmload.segments() if info.source.startswith(folder)]
-            if resident:
-                shmload.evict(*resident)
+    source, app = target / "stable-diffusion", target / "app.py"
+    if not (source / "model_index.json").exists():
+        print("making a small Stable Diffusion with random float32 weights ...", flush=True)
+        _checked([*_PYTHON, __file__, "make", str(source)], "making the checkpoint")
+    app.write_text(_APP.format(source=str(source), image=str(target / "image.png")))
+    _free(source)  # of an earlier demonstration
+    try:
+        results = {way: _load_in(way, source) for way in _WAYS}
+    finally:
+        subprocess.run([*_SHMLOAD, "template", "stop"], capture_output=True, check=False)
+        _free(source)
     _print_results(results)
-    print(f"image: {target / 'image.png'} (noise: the weights are random)")
+    _print_what_is_next(target, results)
 
 
-def _make_checkpoint(folder: Path) -> Path:
+def _free(source: Path) -> None:
+    resident = [info.name for info in shmload.segments() if info.source.startswith(f"{source}/")]
+    if resident:
+        shmload.evict(*resident)
+
+
+def _make_checkpoint(folder: Path) -> None:
     import torch
-    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
+    from diffusers import UNet2DConditionModel as UNet
+    from transformers import CLIPTextConfig, CLIPTextModel
 
     torch.manual_seed(0)
-    pipe = DiTPipeline(
-        transformer=DiTTransformer2DModel(
-            num_attention_heads=16,
-            attention_head_dim=72,
-            num_layers=6,
-            out_channels=8,
-            sample_size=16,
-        ),
+    # Most weights are in the table of tokens, so that an image takes little time on any CPU.
+    text = CLIPTextConfig(vocab_size=49408, hidden_size=512, intermediate_size=1024)
+    text.num_hidden_layers, text.num_attention_heads = 2, 8
+    text.bos_token_id, text.eos_token_id = 512, 513
+    pipe = StableDiffusionPipeline(
         vae=AutoencoderKL(
-            down_block_types=["DownEncoderBlock2D"] * 3,
-            up_block_types=["UpDecoderBlock2D"] * 3,
-            block_out_channels=[64, 128, 256],
+            down_block_types=["DownEncoderBlock2D"] * 4,
+            up_block_types=["UpDecoderBlock2D"] * 4,
+            block_out_channels=[32, 32, 32, 32],
         ),
-        scheduler=DDIMScheduler(),
+        text_encoder=CLIPTextModel(text),
+        tokenizer=_make_tokenizer(folder.parent / "tokenizer"),
+        unet=UNet(
+            sample_size=8,
+            down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
+            up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+            block_out_channels=[32, 64],
+            cross_attention_dim=512,
+        ),
+        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
     )
     pipe.save_pretrained(folder)
-    return folder
 
 
-def _run_child(way: str, source: Path, target: Path) -> dict[str, Any]:
+def _make_tokenizer(folder: Path) -> Any:
+    """Return a tokenizer of CLIP's class that has a token for each byte."""
+    from tokenizers import pre_tokenizers
+    from transformers import CLIPTokenizer
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
+    pieces += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    config = {"model_max_length": 77, "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    try:
+        return CLIPTokenizer.from_pretrained(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _load_in(way: str, source: Path) -> dict[str, Any]:
+    if way == "run":
+        print("starting a process that imports the libraries, for `shmload run` ...", flush=True)
+        _checked([*_SHMLOAD, "template", "warm"], "shmload template warm")
+    print(f"loading in a new process: {_WAYS[way]} ...", flush=True)
+    prefix = _RUN if way == "run" else _PYTHON
     started = str(time.monotonic())  # one clock for all processes
-    command = [sys.executable, "-P", __file__, way, str(source), str(target), started]
+    done = _checked([*prefix, __file__, way, str(source), started], _WAYS[way])
+    result: dict[str, Any] = json.loads(done.splitlines()[-1])
+    return result
+
+
+def _checked(command: list[str], title: str) -> str:
+    """Run a command and return its stdout.
+
+    Raises:
+        WorkerError: it failed; a note has the end of its stderr.
+    """
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S, check=False
     )
     if done.returncode:
-        error = WorkerError(f"the demonstration's process for {_WAYS[way]!r} failed")
+        error = WorkerError(f"the demonstration's process for {title!r} failed")
         error.add_note(done.stderr[-4000:])
         raise error
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return done.stdout
 
 
 def _print_results(results: dict[str, dict[str, Any]]) -> None:
@@ -102,13 +164,26 @@ def _print_results(results: dict[str, dict[str, Any]]) -> None:
             f"{format_nbytes(result['private_nbytes']):>16}"
         )
     if len({result["digest"] for result in results.values()}) != 1:
-        raise WorkerError("the three ways gave different weights; please report this")
+        raise WorkerError("the four ways gave different weights; please report this")
     print("\nall weights equal, byte for byte: yes")
     same_image = len({result["image"] for result in results.values()}) == 1
     print(f"all images equal: {'yes' if same_image else 'up to rounding'}")
 
 
-def _child(way: str, source: str, target: str, started: str) -> None:
+def _print_what_is_next(target: Path, results: dict[str, dict[str, Any]]) -> None:
+    root = os.path.relpath(target)
+    python, run = results["attach"]["process_s"], results["run"]["process_s"]
+    print(f"""
+{root}/ has the checkpoint, and app.py, which loads it and writes image.png (noise: the
+weights are random). Try next:
+
+  source {os.path.relpath(sys.prefix)}/bin/activate
+  python {root}/app.py         # twice; the second has its pipeline after some {python:.1f} s
+  shmload run {root}/app.py    # three times; the third has it after some {run:.1f} s
+  shmload rm {root}/stable-diffusion    # frees the weights""")
+
+
+def _child(way: str, source: str, started: str) -> None:
     """Load the pipeline twice in one way, and print times, memory and digests as JSON."""
     load = _load_with_diffusers if way == "diffusers" else _load_with_shmload
     pipe = load(source)
@@ -119,8 +194,6 @@ def _child(way: str, source: str, target: str, started: str) -> None:
     call_s = time.monotonic() - called
     private_nbytes = _private_nbytes() - before
     image = _generate(again)
-    if way == "attach":
-        image.save(Path(target) / "image.png")
     print(
         json.dumps(
             {
@@ -136,9 +209,9 @@ def _child(way: str, source: str, target: str, started: str) -> None:
 
 def _load_with_diffusers(source: str) -> Any:
     import torch
-    from diffusers import DiTPipeline
+    from diffusers import StableDiffusionPipeline
 
-    return DiTPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+    return StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
 
 
 def _load_with_shmload(source: str) -> Any:
@@ -149,7 +222,7 @@ def _digest(pipe: Any) -> str:
     import torch
 
     digest = hashlib.blake2b()
-    for model in (pipe.transformer, pipe.vae):
+    for model in (pipe.unet, pipe.vae, pipe.text_encoder):
         for tensor in model.state_dict().values():
             digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -158,10 +231,10 @@ def _digest(pipe: Any) -> str:
 def _generate(pipe: Any) -> Any:
     import torch
 
+    torch.set_num_threads(1)  # tiny operations: on busy cores threads wait for each other
     result = pipe(
-        class_labels=[207],
+        "a lighthouse in the fog",
         num_inference_steps=4,
-        guidance_scale=1.0,
         generator=torch.Generator().manual_seed(0),
     )
     return result.images[0]
@@ -178,7 +251,9 @@ def _private_nbytes() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and sys.argv[1] == "make":
+        _make_checkpoint(Path(sys.argv[2]))
+    elif len(sys.argv) > 2:
         _child(*sys.argv[1:])
     else:
         run_demo(*sys.argv[1:])
