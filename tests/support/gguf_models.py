@@ -112,24 +112,6 @@ _SD3_JOINED = {
 }
 
 
-def with_original_names(tensors):
-    """Return an SD3 transformer's weights as its authors named and joined them."""
-    tensors = dict(tensors)
-    found = {"pos_embed": tensors.pop("pos_embed.pos_embed")}
-    for name in list(tensors):
-        for parts, joined in _SD3_JOINED.items():
-            before, part, after = name.partition(f".attn.{parts[0]}.")
-            if part:
-                pieces = [tensors.pop(f"{before}.attn.{each}.{after}") for each in parts]
-                new = f"{before}.{joined}.{after}".replace("transformer_blocks", "joint_blocks")
-                found[new] = _join(pieces)
-    for name, each in tensors.items():
-        for ours, theirs in _SD3_NAMES.items():
-            name = name.replace(ours, theirs)
-        found[name] = each
-    return found
-
-
 def _join(pieces):
     import numpy as np
 

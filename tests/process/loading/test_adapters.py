@@ -94,9 +94,7 @@ def as_kohya(tensors):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "name", ["diffusers/safetensors", "diffusers/bin", "kohya/safetensors", "kohya/bin"]
-)
+@pytest.mark.parametrize("name", ["diffusers/safetensors", "diffusers/bin", "kohya/safetensors"])
 def test_lora_is_that_of_the_library(saved, loras, name, dtype, caplog):
     source, folder = saved("stable-diffusion"), loras / name
     (file,) = folder.iterdir()
@@ -155,20 +153,6 @@ def test_scale_in_the_metadata_counts(saved, tmp_path, caplog, evicts):
 def scalings_of(model):
     layers = (each for each in model.modules() if hasattr(each, "scaling"))
     return {scale for layer in layers for scale in layer.scaling.values()}
-
-
-def test_file_that_has_another_name_in_the_view_is_told(saved, loras):
-    folder, names = loras / "kohya" / "bin", ("my.lora.v1.bin", "my.lora.v1.safetensors")
-    pipe = new_pipeline(saved("stable-diffusion"))
-    with (
-        pytest.raises(OSError, match=r"no file named my\.lora\.v1\.bin") as caught,
-        shmload.view(folder, weight_name=names[0]) as path,
-    ):
-        pipe.load_lora_weights(path, weight_name=names[0])
-    (note,) = caught.value.__notes__
-    assert f"{names[0]} is called {names[1]}: give that name" in note
-    with shmload.view(folder, weight_name=names[0]) as path:
-        pipe.load_lora_weights(path, weight_name=names[1])
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file")

@@ -17,7 +17,6 @@ from watching import Watched, workers_of
 import shmload
 from benchmarks import single_files
 from shmload._checkpoints import objects, servers
-from shmload._checkpoints.formats import known
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
@@ -99,14 +98,6 @@ def test_no_weight_is_written_to_a_disk(server):
     assert "diffusion_pytorch_model.safetensors" in names
 
 
-def test_worker_processes_read_it(server, configure):
-    configure(inline_nbytes=0)
-    tensors = {"a": torch.rand(300, 1000), "b": torch.rand(77)}
-    server.objects["t/model.safetensors"] = save(tensors)
-    got = shmload.load_state_dict("s3://models/t/model.safetensors", "bfloat16", workers=2)
-    assert all(torch.equal(got[name], tensors[name].bfloat16()) for name in tensors)
-
-
 # Commands -----------------------------------------------------------------------------------------
 
 
@@ -126,13 +117,6 @@ def test_offline_takes_the_mirror_as_it_is(server):
     server.asked.clear()
     assert shmload.warm(URL, local_files_only=True).read_nbytes == 0
     assert not server.asked
-
-
-def test_handle_loads_without_asking_for_the_list(server):
-    with shmload.share(URL, dtype="bfloat16") as handle:
-        server.asked.clear()
-        assert handle.load().unet.dtype is torch.bfloat16
-        assert not server.asked
 
 
 # Changes and troubles -----------------------------------------------------------------------------
@@ -184,13 +168,6 @@ def test_server_that_answers_errors_to_everything_ends_each_load(
         assert time.monotonic() - began < 30
         assert "SHMLOAD_REMOTE_TIMEOUT_S" in str(caught.value)
         assert shm_names() == []
-
-
-def test_short_trouble_is_overcome(server, saved, configure):
-    configure(remote_timeout_s=20)
-    server.trouble = lambda name, count: "cut" if count == 2 else "429" if count == 3 else ""
-    got = shmload.load_pipeline(URL, dtype=torch.bfloat16)
-    assert_models_equal(got, reference(saved("stable-diffusion"), torch.bfloat16))
 
 
 FORKER = """
@@ -248,13 +225,6 @@ def test_forked_child_is_told_that_it_cannot_ask(server, child):
     assert process.expect("ENDED") == "0"
 
 
-def test_nothing_there(server):
-    with pytest.raises(shmload.SourceNotFound, match="nothing is there that is read"):
-        shmload.warm("s3://models/none")
-    with pytest.raises(shmload.SourceNotFound, match="only safetensors are read"):
-        shmload.warm("s3://models/model.gguf")
-
-
 def test_secrets_are_neither_sent_on_nor_logged(server, caplog):
     with caplog.at_level("DEBUG"):
         shmload.warm(URL)
@@ -282,30 +252,12 @@ def test_pointer_of_another_is_not_followed(server, tmp_path):
     assert not server.asked
 
 
-def test_pointer_that_took_the_place_of_an_own_one_is_not_followed(server, tmp_path):
-    """A link led to another file when it was opened than when its place was looked at."""
-    shmload.warm(URL)
-    path = tmp_path / "model.safetensors"
-    write_pointer(path, objects.describe(f"{URL}/vae/diffusion_pytorch_model.safetensors"))
-    with path.open("rb") as file:
-        path.unlink()
-        path.symlink_to(mirror(Wanted(source=URL)) / "vae" / "diffusion_pytorch_model.safetensors")
-        with pytest.raises(shmload.ShardMalformed, match="was replaced"):
-            known.POINTER.read_header(file.fileno(), path)
-
-
 def test_without_obstore_the_package_is_named(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     objects._obstore.cache_clear()
     with pytest.raises(shmload.LibraryError, match=r"pip install .*shmload\[cloud\]"):
         shmload.warm(URL)
     objects._obstore.cache_clear()
-
-
-@pytest.mark.parametrize("url", ["https://host/a?key=1", "http://example.org/a"])
-def test_url_that_is_not_safe(url, evicts):
-    with pytest.raises(shmload.ArgumentError):
-        shmload.warm(url)
 
 
 # Web servers, and what is not read ----------------------------------------------------------------
@@ -340,14 +292,6 @@ def test_adapter_on_a_web_server(server, name, given):
     assert torch.equal(got["a.lora_A.weight"], tensors["a.lora_A.weight"])
     again = shmload.load_state_dict(f"{server.url}/lora", local_files_only=True, **given)
     assert torch.equal(again["a.lora_A.weight"], tensors["a.lora_A.weight"])
-
-
-@pytest.mark.parametrize("content", [b'{"weight_map": ["a"]}', b"{"])
-def test_damaged_index_on_a_web_server(server, content):
-    name = "diffusion_pytorch_model.safetensors.index.json"
-    server.objects[f"unet/{name}"] = content
-    with pytest.raises(shmload.IndexMalformed, match=name):
-        shmload.warm(f"{server.url}/unet")
 
 
 def test_index_may_not_name_too_many_files(server, monkeypatch):
@@ -428,14 +372,3 @@ def test_mirror_of_another_user_is_not_taken(server, what, offline):
     match = "local_files_only" if offline else "belongs to user .*; set SHMLOAD_CACHE_DIR"
     with pytest.raises(shmload.SourceNotFound, match=match):
         shmload.plan(URL, local_files_only=offline)
-
-
-def test_objects_that_stand_for_folders_are_left_out(server, saved):
-    """The S3 console and others write such, without a byte."""
-    for name in ("sd/", "sd/unet/", "sd/vae"):
-        server.objects[name] = b""
-    root = mirror(Wanted(source=URL))
-    assert {path.name for path in root.iterdir()} == {
-        path.name for path in saved("stable-diffusion").iterdir()
-    }
-    assert (root / "vae/config.json").is_file()

@@ -74,21 +74,6 @@ def test_file_without_an_end_to_read_is_refused_by_a_deadline(opened, configure)
         read_described(opened(endless), "gguf", "gguf")
 
 
-@pytest.mark.usefixtures("forgets")
-def test_process_that_ends_is_replaced_for_the_next_file(opened, monkeypatch):
-    fds, ask = [opened(content(_TENSORS)), opened(content({}))], described._ask
-
-    def kill_first(process, module, fd):
-        if fd == fds[0]:
-            process.kill()
-        return ask(process, module, fd)
-
-    monkeypatch.setattr(described, "_ask", kill_first)
-    first, second = describe_all(fds, "gguf", "gguf")
-    assert "ended by SIGKILL" in first.why
-    assert isinstance(second, Described)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forgets")
 @pytest.mark.parametrize("module", ["gguf", "pytorch"])

@@ -9,9 +9,6 @@ from comparing import assert_component_equal, assert_equal, reference
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._checkpoints.hub import find_source
-from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.wanted import Wanted
 
 pytestmark = pytest.mark.libraries
 
@@ -45,11 +42,6 @@ def test_pipeline_equals_the_library_with_each_models_own_dtype(mixed):
     assert_component_equal(got.text_encoder, alone, "text_encoder")
 
 
-def test_auto_for_one_component_leaves_the_others(mixed):
-    got = shmload.load_pipeline(mixed, dtype={"vae": "auto", "default": "float32"})
-    assert_equal(got, reference(mixed, {"vae": torch.float16, "default": torch.float32}))
-
-
 def test_warm_plan_and_share_mean_the_same(mixed, evicts, shm_names):
     shmload.warm(mixed, dtype="auto")
     names = shm_names()
@@ -73,14 +65,6 @@ def test_file_and_state_dict_keep_the_stored_dtypes(mixed):
     # A component's directory names its class.
     vae = shmload.plan(file.parent, dtype="auto").shards[0]
     assert vae.conversion == "F16"
-
-
-def test_components_without_safetensors_have_what_their_configuration_names(mixed):
-    (mixed / "vae" / "diffusion_pytorch_model.safetensors").rename(mixed / "vae" / "model.bin")
-    (mixed / "text_encoder" / "model.safetensors").rename(mixed / "text_encoder" / "model.bin")
-    settled = settle_dtype("auto", find_source(Wanted(source=mixed)))
-    assert (settled["text_encoder"], settled["vae"]) == ("float16", "float32")
-    assert settled["transformer"] == "bfloat16"
 
 
 @pytest.fixture

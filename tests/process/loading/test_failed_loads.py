@@ -9,7 +9,6 @@ import torch
 from accelerated import load
 from diffusers import FluxPipeline
 
-import shmload
 from shmload._building import placing
 from shmload._host.procfs import mappings_below
 
@@ -81,22 +80,3 @@ def test_device_that_is_full_keeps_nothing_on_the_host(saved, accelerators, mode
     assert {model() for model in models} == {None}
     assert in_memory() == before
     assert caught.value.__traceback__
-
-
-def test_error_of_the_library_with_a_cause_keeps_nothing(saved, models, monkeypatch):
-    init = FluxPipeline.__init__
-
-    def fail(pipe, *args, **kwargs):
-        init(pipe, *args, **kwargs)
-        try:
-            refuse()
-        except Refusal as exc:
-            raise ValueError("broken") from exc
-
-    fail.__wrapped__ = init
-    monkeypatch.setattr(FluxPipeline, "__init__", fail)
-    before = in_memory()
-    with pytest.raises(ValueError, match="broken") as caught:
-        shmload.load_pipeline(saved("flux"), dtype="bfloat16")
-    assert isinstance(caught.value.__cause__, Refusal)
-    assert in_memory() == before

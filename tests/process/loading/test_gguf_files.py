@@ -1,6 +1,5 @@
 """Weights in GGUF files: their blocks as they are, or as floats; every command knows them."""
 
-import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -61,13 +60,6 @@ def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
     assert [each.name for each in shmload.segments()] == [each.name for each in resident]
 
 
-def test_workers_dequantise_too(path, wanted, configure, evicts):
-    configure(inline_nbytes=0)
-    shmload.warm(path, dtype="bfloat16", workers=2)
-    assert shmload.plan(path, dtype="bfloat16").shards[0].action is shmload.Action.ATTACH
-    assert_same(shmload.load_state_dict(path, "bfloat16", verify=True), wanted(torch.bfloat16))
-
-
 @pytest.mark.libraries
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
 def test_float16_is_that_of_diffusers_where_it_rounds_once(path, blocks, kind, evicts):
@@ -84,50 +76,10 @@ def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):
     assert_same(got, raw | plain)
 
 
-def test_view_is_a_file_in_safetensors(path, wanted, evicts):
-    from safetensors.torch import load_file
-
-    with shmload.view(path, dtype="bfloat16") as lent:
-        assert lent.name == "model.safetensors"
-        assert_same(load_file(lent), wanted(torch.bfloat16))
-
-
 def test_file_is_recognised_by_its_content(path, tmp_path, wanted, evicts):
     other = tmp_path / "model.safetensors"
     other.write_bytes(path.read_bytes())
     assert_same(shmload.load_state_dict(other, "float32"), wanted(torch.float32))
-
-
-def test_file_of_a_directory_is_chosen_by_name(path, wanted, evicts):
-    with pytest.raises(shmload.SourceNotFound, match=r"model\.gguf .*give the path"):
-        shmload.load_state_dict(path.parent)
-    got = shmload.load_state_dict(path.parent, "float16", weight_name="model.gguf")
-    assert_same(got, wanted(torch.float16))
-
-
-def test_commands_know_it(path, command, evicts):
-    code, printed, _ = command("plan", path, "--dtype", "bfloat16")
-    assert code == 0
-    (row,) = (line for line in printed.splitlines() if "model.gguf" in line)
-    assert row.split()[2:5] == ["decode", "bfloat16", str(len(_KINDS) + 3)]
-    assert command("warm", path)[0] == 0
-    code, printed, _ = command("ls", "--long")
-    assert code == 0
-    assert "model.gguf" in printed
-    assert command("verify", path)[0] == 0
-    assert command("doctor", path)[0] in (0, 1)
-    assert command("rm", path)[0] == 0
-    assert shmload.segments() == []
-
-
-def test_kind_that_nothing_dequantises(tmp_path, evicts):
-    path = tmp_path / "model.gguf"
-    save_blocks({"a.weight": ("Q8_K", (1, 256), random_blocks("Q8_K", (1, 256)))}, path)
-    message = f"{path}: its tensor 'a.weight' has the kind Q8_K, which the installed gguf"
-    for door in (shmload.load_state_dict, shmload.warm, shmload.plan):
-        with pytest.raises(shmload.CheckpointError, match=re.escape(message)):
-            door(path, dtype="float16")
-    assert shmload.load_state_dict(path)["a.weight"].shape == (1, 292)
 
 
 def test_without_the_package_it_is_named(path, monkeypatch, evicts):

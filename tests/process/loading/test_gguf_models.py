@@ -1,7 +1,5 @@
 """Models from GGUF files, quantised and as floats, equal what diffusers makes of them."""
 
-import re
-
 import diffusers
 import gguf
 import gguf_models
@@ -106,44 +104,6 @@ def test_file_in_half_precision_is_shared(tmp_path, dtype, evicts):
         assert_modules_equal(got, wanted, name)
         assert private_of(got) == set()
     assert len(decoded()) == 1
-
-
-def test_segment_that_was_warmed_is_used_as_it_is(written, evicts):
-    name = "FluxTransformer2DModel"
-    path, config = written(name)
-    report = shmload.warm(path)
-    given = {"config": config, "quantization_config": quantised(torch.bfloat16), "keep": True}
-    got = shmload.load_model(name, path, dtype=torch.bfloat16, **given)
-    assert_modules_equal(got, library_alone(name, path, config, torch.bfloat16), name)
-    assert [each.name for each in decoded()] == list(report.segments)
-    kinds = {key: getattr(each, "quant_type", None) for key, each in got.named_parameters()}
-    assert private_of(got) <= {key for key, kind in kinds.items() if kind is None}
-
-
-def test_split_tensors_stay_shared(tmp_path, evicts):
-    name = "SD3Transformer2DModel"
-    model = gguf_models.build(name)
-    model.save_config(tmp_path)
-    path = tmp_path / "model.gguf"
-    tensors = gguf_models.quantise(model, ["Q4_K", "Q8_0"], "F32")
-    kind_of = {re.sub("to_[kv]", "to_q", key): each[0] for key, each in tensors.items()}
-    save_blocks(gguf_models.with_original_names(_of_one_kind(model, kind_of)), path)
-    given = {"config": str(tmp_path), "quantization_config": quantised(torch.float32), "keep": True}
-    got = shmload.load_model(name, path, dtype=torch.float32, **given)
-    assert_modules_equal(got, library_alone(name, path, str(tmp_path), torch.float32), name)
-    # diffusers exchanges the halves of some tensors: the copies lie in the segment of what is kept.
-    assert private_of(got) == set()
-
-
-def _of_one_kind(model, kind_of):
-    """Return weights in which the tensors that are joined have one kind."""
-    tensors = gguf_models.quantise(model, ["Q4_K"], "F32")
-    others = gguf_models.quantise(model, ["Q8_0"], "F32")
-    names = ("ff", "norm1.linear", "context_embedder")
-    return {
-        key: others[key] if any(f".{each}" in f".{key}" for each in names) else each
-        for key, each in tensors.items()
-    }
 
 
 @pytest.mark.parametrize(

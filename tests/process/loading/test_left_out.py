@@ -55,12 +55,6 @@ def test_component_in_a_pickle_is_named_by_warm_and_plan(pipeline, command, capl
     assert "left to the library: unet/diffusion_pytorch_model.bin (" in printed
 
 
-def test_view_warns_of_what_it_only_links(pipeline, caplog):
-    with shmload.view(pipeline) as path:
-        assert (path / "unet" / "diffusion_pytorch_model.bin").exists()
-    assert "left to the library: unet/diffusion_pytorch_model.bin (" in caplog.text
-
-
 # Variants -----------------------------------------------------------------------------------------
 
 

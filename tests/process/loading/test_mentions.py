@@ -68,16 +68,6 @@ def test_source_is_named_as_the_library_would(saved, monkeypatch, spelling):
     assert not mentions_of_view(got)
 
 
-@pytest.mark.parametrize(
-    "name", ["v1.0 (final).fp16", "%s %d", "mod\N{LATIN SMALL LETTER E WITH GRAVE}le"]
-)
-def test_odd_name_of_the_directory_is_no_matter(saved, tmp_path, name):
-    # The libraries split whole paths at dots, format and print them.
-    source = tmp_path / name
-    shutil.copytree(saved("flux", "float16", "fp16", sharded=True), source)
-    assert_loads_equal(source, "bf16", variant="fp16")
-
-
 def test_hub_id_is_named_as_the_library_would(saved, hub_cache):
     hub_cache.add("tiny/wan", saved("wan"))
     got = shmload.load_pipeline("tiny/wan", torch_dtype=torch.bfloat16, cache_dir=hub_cache.root)

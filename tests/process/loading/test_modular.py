@@ -15,7 +15,7 @@ from redirecting import ways  # noqa: F401 a fixture
 
 import shmload
 from shmload._checkpoints.source import MODULAR_INDEX
-from shmload.errors import ArgumentError, CheckpointError, LibraryError, UnknownComponent
+from shmload.errors import CheckpointError
 
 _BF16 = torch.bfloat16
 _PATH = "pretrained_model_name_or_path"
@@ -132,13 +132,6 @@ def test_hub_ids_and_revisions(saved, hub_cache, tmp_path):
     assert shmload.warm("me/modular", dtype="bfloat16", **where).read_nbytes == 0
 
 
-def test_older_specs_are_refused(source, monkeypatch):
-    fields = ["repo", "subfolder", "variant", "revision"]
-    monkeypatch.setattr(diffusers.ComponentSpec, "loading_fields", lambda: fields)
-    with pytest.raises(LibraryError, match=r"0\.36"):
-        shmload.load_pipeline(source)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name, tmp_path):
@@ -166,12 +159,6 @@ def test_family(name, tmp_path):
     wanted = load(str(source), _BF16)
     assert any(isinstance(each, torch.nn.Module) for each in wanted.components.values())
     assert_equal(shmload.load_pipeline(str(source), dtype="bfloat16"), wanted, tmp_path)
-
-
-def test_class_of_modular_pipelines_for_an_ordinary_repository(saved, tmp_path):
-    source = str(saved("flux"))
-    got = shmload.load_pipeline(source, pipeline_class="ModularPipeline", dtype=_BF16)
-    assert_equal(got, load(source, _BF16), tmp_path)
 
 
 _OWN = """
@@ -246,19 +233,6 @@ def test_components_by_name_workflows_and_managers(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"components": ["unte"]}, UnknownComponent, "did you mean 'unet'"),
-        ({"dtpye": "bfloat16"}, ArgumentError, "did you mean 'dtype'"),
-        ({"pipeline_class": "FluxPipeline"}, ValueError, "leave the class out"),
-    ],
-)
-def test_name_that_nothing_has(source, given, error, said):
-    with pytest.raises(error, match=said):
-        shmload.load_pipeline(source, **given)
-
-
-@pytest.mark.parametrize(
     ("part", "fields", "cause"),
     [
         ("unet", {_PATH: "/no/such/place"}, "no such file"),
@@ -278,15 +252,6 @@ def test_component_that_is_missing_is_named(saved, tmp_path, part, fields, cause
     assert not shmload.segments()
     if part == "unet":
         assert shmload.load_pipeline(source, components=["vae"]).vae is not None
-
-
-def test_component_that_was_left_out_is_an_error_where_it_is_named(saved, tmp_path):
-    spec = {"type_hint": [None, None], "subfolder": "absent"}
-    source = respec(saved("sdxl"), tmp_path / "source", unet=spec)
-    assert shmload.load_pipeline(source, components=["vae"]).unet is None
-    assert shmload.load_pipeline(source).unet is None
-    with pytest.raises(CheckpointError, match="component unet"):
-        shmload.load_pipeline(source, components=["unet"])
 
 
 def test_trust_is_for_the_repository_alone(saved, tmp_path):

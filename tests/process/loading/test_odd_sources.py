@@ -11,7 +11,6 @@ import torch
 import transformers
 from comparing import (
     DTYPES,
-    as_bytes,
     assert_component_equal,
     assert_equal,
     assert_loads_equal,
@@ -90,25 +89,6 @@ def test_clip_checkpoint_with_the_hubs_names_is_equal(copied, family, dtype):
     assert_loads_equal(source, dtype)
 
 
-@pytest.mark.usefixtures("either_order")
-def test_component_listed_as_absent_is_not_loaded_from_its_directory(copied):
-    # The way users remove the safety checker from a saved pipeline.
-    source = copied("stable-diffusion")
-    change_json(source / "model_index.json", safety_checker=[None, None])
-    assert assert_loads_equal(source, "bf16").safety_checker is None
-
-
-def test_component_that_is_a_link_to_another_place_is_equal(copied):
-    source = copied("flux")
-    for name in ("transformer", "tokenizer_2"):
-        (source / name).rename(source.parent / name)
-        (source / name).symlink_to(source.parent / name)
-    shard = source / "vae" / "diffusion_pytorch_model.safetensors"
-    shard.rename(source.parent / "blob")
-    shard.symlink_to("../../blob")
-    assert_loads_equal(source, "bf16")
-
-
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -169,36 +149,6 @@ def test_path_that_is_no_text_is_loaded_and_named_in_errors(tmp_path):
     assert shmload.collect_garbage() == []
     del state
     assert [removed.name for removed in shmload.evict(folder)] == [info.name]
-
-
-def state_of(model):
-    return {key: as_bytes(each) for key, each in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_shards_in_a_folder_below(saved, tmp_path, suffix, evicts):
-    """transformers takes paths in an index; diffusers refuses them."""
-    source = tmp_path / "model"
-    shutil.copytree(saved("stable-diffusion") / "text_encoder", source)
-    tensors = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    stem, save = ("model", save_file) if suffix == ".safetensors" else ("pytorch_model", torch.save)
-    names = [f"parts/{stem}-{number:05}-of-00002{suffix}" for number in (1, 2)]
-    places = {key: names[number % 2] for number, key in enumerate(tensors)}
-    (source / "parts").mkdir()
-    for name in names:
-        save({key: tensors[key] for key in tensors if places[key] == name}, source / name)
-    index = {"metadata": {}, "weight_map": places}
-    (source / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
-    wanted = transformers.CLIPTextModel.from_pretrained(source, dtype=torch.bfloat16)
-    for keep in (False, True):
-        got = shmload.load_model("CLIPTextModel", source, dtype=torch.bfloat16, keep=keep)
-        assert_component_equal(got, wanted, "text_encoder")
-        state = shmload.load_state_dict(source, "bfloat16", keep=keep)
-        assert {key: as_bytes(each) for key, each in state.items()} == state_of(wanted)
-    view = shmload.view_directory(source, tmp_path / "view", dtype="bfloat16")
-    from_view = transformers.CLIPTextModel.from_pretrained(view, dtype="auto")
-    assert state_of(from_view) == state_of(wanted)
 
 
 def test_shards_elsewhere_are_left_to_transformers(saved, tmp_path):

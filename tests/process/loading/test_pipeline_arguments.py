@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
 from comparing import assert_equal, assert_loads_equal, reference
@@ -12,16 +11,6 @@ from comparing import assert_equal, assert_loads_equal, reference
 import shmload
 
 pytestmark = pytest.mark.libraries
-
-
-def test_optional_component_passed_in_is_the_one_used(saved, evicts):
-    source = saved("wan")
-    mine = diffusers.WanTransformer3DModel.from_pretrained(source / "transformer")
-    got = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, transformer=mine, keep=True)
-    assert got.transformer is mine
-    assert_equal(got, reference(source, torch.bfloat16, transformer=mine))
-    decoded = {Path(info.source).parent.name for info in shmload.segments()}
-    assert decoded == {"text_encoder", "vae"}
 
 
 def test_component_passed_as_none_is_left_out(saved, evicts):
@@ -56,12 +45,6 @@ def test_other_arguments_reach_the_library(saved, kwargs):
     assert_equal(got, wanted)
 
 
-def test_float64_is_equal(saved):
-    source = saved("flux")
-    got = shmload.load_pipeline(source, torch_dtype=torch.float64)
-    assert_equal(got, reference(source, torch.float64))
-
-
 def test_float8_is_equal_where_the_library_can(saved):
     # transformers cannot build a model in float8.
     dtype = {"transformer": torch.float8_e4m3fn, "default": torch.bfloat16}
@@ -77,19 +60,3 @@ def test_threads_that_load_at_once_get_what_they_asked_for(saved, configure, tmp
         pipes = list(pool.map(load, sources))
     for source, pipe in zip(sources, pipes, strict=True):
         assert_equal(pipe, reference(source, torch.bfloat16))
-
-
-# Errors -------------------------------------------------------------------------------------------
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(Exception) as raised:  # noqa: PT011 of any kind
-        call(*args, **kwargs)
-    return type(raised.value), str(raised.value)
-
-
-def test_missing_variant_is_the_librarys_error(saved):
-    source = saved("stable-diffusion")
-    got = error_of(shmload.load_pipeline, source, dtype="bfloat16", variant="fp17")
-    assert got == error_of(reference, source, torch.bfloat16, variant="fp17")
-    assert got[0] is ValueError

@@ -77,12 +77,6 @@ def test_class_whose_packages_are_missing_names_them(saved, monkeypatch, evicts)
     assert not shmload.segments()
 
 
-def test_name_with_a_module_is_a_class_too(saved):
-    name = f"{Mine.__module__}.{Mine.__qualname__}"
-    got = shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=name)
-    assert type(got) is Mine
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -110,23 +104,3 @@ def test_handle_brings_the_class(saved, evicts):
         assert other != handle
         assert "pipeline_class" not in other.facts
         assert handle.facts["pipeline_class"] == '"StableDiffusionImg2ImgPipeline"'
-
-
-def test_handle_of_a_class_that_nobody_else_can_import_is_refused(saved):
-    class Local(diffusers.StableDiffusionPipeline):
-        pass
-
-    with pytest.raises(ArgumentError, match="put the class into a module"):
-        shmload.Handle.of(saved("stable-diffusion"), pipeline_class=Local)
-
-
-def test_warm_and_plan_know_what_the_class_takes(saved, evicts):
-    source = saved("stable-diffusion")
-    name = "StableDiffusionLatentUpscalePipeline"
-    planned = shmload.plan(source, dtype="bfloat16", pipeline_class=name, keep=True)
-    taken = {"unet", "vae", "text_encoder"}
-    assert {shard.component for shard in planned.shards} == taken
-    report = shmload.warm(source, dtype="bfloat16", pipeline_class=name)
-    assert len(report.segments) == 3
-    shmload.load_pipeline(source, dtype="bfloat16", pipeline_class=name, keep=True)
-    assert len(shmload.segments()) == 3

@@ -3,7 +3,6 @@
 import json
 import pickle
 
-import diffusers
 import pytest
 import torch
 from comparing import assert_equal, reference
@@ -69,27 +68,6 @@ def test_shards_and_variants(copied, kind, evicts):
     planned = shmload.plan(source, dtype=torch.bfloat16, **variant)
     assert {shard.component for shard in planned.shards} == components
     assert {shard.action for shard in planned.shards} == {shmload.Action.ATTACH}
-
-
-def test_safetensors_are_preferred_as_by_the_library(copied):
-    source = copied("stable-diffusion")
-    folder = source / "vae"
-    (weights,) = folder.glob("*.safetensors")
-    torch.save({}, folder / "diffusion_pytorch_model.bin")
-    names = {shard.path for shard in shmload.plan(source).shards if shard.component == "vae"}
-    assert names == {weights}
-    assert_equal(shmload.load_pipeline(source), reference(source))
-
-
-def test_use_safetensors_means_the_same(copied):
-    source = rewrite(copied("stable-diffusion"))
-    with pytest.raises(OSError, match="no file named") as wanted:
-        diffusers.AutoencoderKL.from_pretrained(source / "vae", use_safetensors=True)
-    with pytest.raises(OSError, match="no file named") as got:
-        shmload.load_model("AutoencoderKL", source / "vae", use_safetensors=True)
-    assert str(got.value) == str(wanted.value)
-    with pytest.raises(OSError, match="no file named"):
-        shmload.load_pipeline(source, use_safetensors=True)
 
 
 def test_parameters_are_shared_and_the_model_is_that_of_the_library(copied, evicts):
@@ -163,17 +141,6 @@ def test_what_is_not_read_is_left_to_the_library(copied, evicts, save):
     assert (left.path, left.component) == (path, "vae")
     with pytest.raises(shmload.ShardMalformed, match="let the library load it"):
         shmload.load_state_dict(path)
-
-
-def test_file_of_many_names_for_one_storage_takes_no_room(tmp_path, evicts):
-    weight, many = tmp_path / "idle.safetensors", tmp_path / "many.bin"
-    save_file({"a": torch.zeros(1 << 20)}, weight)
-    torch.save(dict.fromkeys(map(str, range(3000)), torch.zeros(1 << 20)), many)
-    shmload.warm(weight, dtype="bfloat16")
-    for load in (shmload.warm, shmload.load_state_dict):
-        with pytest.raises(shmload.ShardMalformed, match=r"take 11\.72 GiB apart"):
-            load(many, dtype="bfloat16")
-    assert len(shmload.segments()) == 1
 
 
 class _Calls:

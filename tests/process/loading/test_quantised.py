@@ -16,7 +16,7 @@ from mappings import Mappings
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.testing._internal.two_tensor import TwoTensor
-from warming import TENSORS, assert_same
+from warming import assert_same
 
 import shmload
 
@@ -136,25 +136,3 @@ def test_quantised_file_is_never_cast_and_keeps_its_metadata(tmp_path, kind, evi
     assert info.conversion == "raw"
     (planned,) = shmload.plan(path, dtype="bfloat16").shards
     assert planned.segment == info.name
-
-
-def test_scales_in_another_shard_are_not_cast(tmp_path, evicts):
-    tensors = _PACKED["SVDQuant"] | {"a.bias": torch.full((4,), 0.3)}
-    names = {"a.qweight": "1", "a.wscales": "2", "a.bias": "2"}
-    where = {name: f"model-0000{number}-of-00002.safetensors" for name, number in names.items()}
-    for file in set(where.values()):
-        save_file({name: tensors[name] for name in names if where[name] == file}, tmp_path / file)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    assert_same(shmload.load_state_dict(tmp_path, "bfloat16"), tensors)
-    planned = shmload.plan(tmp_path, dtype="bfloat16").shards
-    assert [each.conversion for each in planned] == ["raw", "raw"]
-
-
-def test_configuration_says_that_a_model_is_quantised(folder):
-    config = {"quantization_config": {"quant_method": "x"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    shmload.warm(folder, dtype="bfloat16")
-    assert {info.conversion for info in shmload.segments()} == {"raw"}
-    assert_same(shmload.load_state_dict(folder, "bfloat16"), TENSORS)

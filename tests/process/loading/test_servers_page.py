@@ -1,13 +1,10 @@
 """The examples on the page for servers run as printed, and what it says of updates holds."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
-
-import shmload
+from safetensors.torch import save_file
 
 _PAGE = Path(__file__).parents[3] / "docs" / "servers.md"
 _SOURCE = "path/to/stable-diffusion"
@@ -73,20 +70,3 @@ def test_example_runs(saved, lora, tmp_path, warm_python, evicts, place):
     ended = warm_python.run(path)
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(printed, ended.stdout)
-
-
-def test_replaced_file_has_a_row_until_it_is_unused(folder, evicts):
-    shmload.warm(folder, dtype="bfloat16")
-    (first, *_) = sorted(folder.rglob("*.safetensors"))
-    old = shmload.load_state_dict(first, "bfloat16")
-    new = first.with_suffix(".new")
-    save_file({name: tensor + 1 for name, tensor in load_file(first).items()}, new)
-    os.replace(new, first)
-    shmload.warm(folder, dtype="bfloat16")
-    rows = str(shmload.models()).splitlines()
-    assert sum("(changed)" in row for row in rows) == 1
-    (changed,) = (model for model in shmload.models() if not model.is_current)
-    assert [info.source for info in changed.segments] == [str(first)]
-    assert shmload.collect_garbage() == []
-    del old
-    assert shmload.collect_garbage() == [info.name for info in changed.segments]

@@ -68,21 +68,6 @@ def test_sdxl_copies_only_what_diffusers_joins(one_file, suffix, dtype, evicts):
     assert 0 < private_nbytes(models_of(got)) < encoder
 
 
-def test_components_may_be_passed(one_file, evicts):
-    config, path = one_file("stable-diffusion")
-    unet = shmload.load_model("UNet2DConditionModel", path, config=config, subfolder="unet")
-    got = shmload.load_pipeline(
-        path,
-        pipeline_class="StableDiffusionImg2ImgPipeline",
-        config=config,
-        unet=unet,
-        text_encoder=None,
-    )
-    assert type(got) is diffusers.StableDiffusionImg2ImgPipeline
-    assert got.unet is unet
-    assert got.text_encoder is None
-
-
 # Models -------------------------------------------------------------------------------------------
 
 MODELS = {
@@ -130,21 +115,6 @@ def test_transformer_with_its_authors_names(saved, tmp_path, dtype, evicts):
     got = shmload.load_model("SD3Transformer2DModel", path, dtype=dtype, **given)
     wanted = library_alone(diffusers.SD3Transformer2DModel, path, dtype=dtype, **given)
     assert_component_equal(got, wanted, "transformer")
-
-
-@pytest.mark.slow
-def test_older_file_of_torch_is_left_to_the_library(one_file, tmp_path, evicts):
-    config, path = one_file("stable-diffusion", ".ckpt")
-    tensors = torch.load(path)["state_dict"]
-    own = tmp_path / "older.ckpt"
-    torch.save({"state_dict": tensors}, own, _use_new_zipfile_serialization=False)
-    given = {"config": config, "subfolder": "vae"}
-    wanted = library_alone(diffusers.AutoencoderKL, own, dtype=torch.bfloat16, **given)
-    for _ in range(2):
-        got = shmload.load_model("AutoencoderKL", own, dtype="bfloat16", keep=True, **given)
-        assert_component_equal(got, wanted, "vae")
-    assert decoded() == []
-    assert [each.kept for each in shmload.segments()] == ["whole"]
 
 
 # Errors -------------------------------------------------------------------------------------------

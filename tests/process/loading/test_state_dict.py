@@ -120,23 +120,6 @@ def test_shards_equal_safetensors(single, sharded, configure, evicts, dtype, kee
     assert len(shmload.segments()) == (3 if keep else 0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16", "BF16"])
-def test_dtype_by_name(single, dtype):
-    got = shmload.load_state_dict(single, dtype)
-    assert_state_equal(got, load_file(single), torch.bfloat16)
-
-
-def test_tensor_of_many_pieces_equals_safetensors(tmp_path, configure, evicts):
-    # A segment of 150 MB: three pieces for two workers.
-    path = tmp_path / "model.safetensors"
-    big = torch.arange(75_000_000, dtype=torch.int32).view(torch.float32)
-    save_file({"big": big, "small": torch.ones(5)}, path)
-    configure(workers=2)
-    got = shmload.load_state_dict(path, torch.bfloat16, keep=True, verify=True)
-    assert torch.equal(got["big"].view(torch.int16), big.to(torch.bfloat16).view(torch.int16))
-    assert len(shmload.verify()) == 1
-
-
 def test_half_bytes_equal_safetensors(tmp_path):
     dtype = getattr(torch, "float4_e2m1fn_x2", None)
     path = tmp_path / "model.safetensors"
@@ -151,11 +134,6 @@ def test_half_bytes_equal_safetensors(tmp_path):
     for name, tensor in load_file(path).items():
         assert (got[name].dtype, got[name].shape) == (dtype, tensor.shape)
         assert torch.equal(got[name].view(torch.uint8), tensors[name])
-
-
-def test_unknown_dtype_is_refused(single):
-    with pytest.raises(shmload.UnknownDtype, match="'bfloat17'"):
-        shmload.load_state_dict(single, "bfloat17")
 
 
 # Memory -------------------------------------------------------------------------------------------
@@ -230,39 +208,6 @@ def test_private_segment_has_no_name_and_goes_with_its_tensors(single, shm_names
     gc.collect()
     assert descriptors() == before
     assert "shmload-" not in Path("/proc/self/maps").read_text()
-
-
-def test_second_process_attaches_what_the_first_kept(single, child, evicts):
-    first = child(
-        "import sys, shmload\n"
-        "state = shmload.load_state_dict(sys.argv[1], 'bfloat16', keep=True)\n"
-        "state['matrix'].fill_(7)\n"
-        "print('LOADED', flush=True)\n"
-        "sys.stdin.read()",
-        single,
-    )
-    first.expect("LOADED")
-    (info,) = shmload.segments()
-    assert info.is_leased
-    read = []
-    state = shmload.load_state_dict(
-        single, torch.bfloat16, progress=lambda done, total: read.append(done)
-    )
-    assert read == []
-    assert_state_equal(state, load_file(single), torch.bfloat16)
-    with pytest.raises(shmload.SegmentBusy):
-        shmload.evict(info.name)
-    del state
-    gc.collect()
-    first.end()  # by SIGKILL; the kernel releases the lease
-    assert not shmload.segments()[0].is_leased
-    (evicted,) = shmload.evict(info.name)
-    assert evicted.used_at > info.used_at  # by the second process
-    assert as_dict(evicted) == as_dict(info) | {"is_leased": False, "used_at": evicted.used_at}
-
-
-def as_dict(info):
-    return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
 # Progress -----------------------------------------------------------------------------------------

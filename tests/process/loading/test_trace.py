@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import stat
 import time
 
 import pytest
@@ -75,26 +74,6 @@ def test_first_load_and_a_recall_add_up_on_tracks_of_their_own(
     assert second["args"]["read and cast"] == second["args"]["build"] == 0
 
 
-def test_copies_name_their_devices_and_waits_for_bytes_are_no_copies(
-    saved, accelerators, configure, tmp_path
-):
-    trace = tmp_path / "trace.json"
-    configure(trace=trace)
-    device_map = {"": 0, "vae": 1}
-    _, elapsed_s = _load(saved("flux"), torch_dtype=torch.bfloat16, device_map=device_map)
-    tracks, (call,) = _events(trace)
-    _assert_adds_up(call, elapsed_s)
-    copies = [each for each in tracks["caller"] if each["name"] == "copy to devices"]
-    # Each slot names its devices; those of the tests are the host itself.
-    named = {each["args"]["what"] for each in copies}
-    assert "cuda:0, cuda:1" in named
-    assert named & {"cpu", "cpu, cpu"}
-    assert call["args"]["copy to devices"] > 0
-    waits = [each for each in tracks["caller"] if each["name"] == "wait for the load"]
-    assert waits
-    assert "wait for the load" not in call["args"]
-
-
 def test_load_that_fails_writes_its_trace(copied, tmp_path):
     folder, trace = copied("flux"), tmp_path / "trace.json"
     (shard,) = (folder / "vae").glob("*.safetensors")
@@ -129,19 +108,3 @@ def test_other_files_are_refused_before_anything_is_done(saved, tmp_path, conten
     assert path.read_bytes() == content
     with pytest.raises(shmload.ArgumentError, match="cannot be written: No such file"):
         shmload.load_pipeline(saved("flux"), trace=tmp_path / "none" / "trace.json")
-
-
-def test_file_that_takes_no_trace_fails_no_load(checkpoint, evicts, tmp_path, caplog):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert shmload.warm(checkpoint, trace=pipe).resident_nbytes
-    assert "the trace is not written: " in caplog.text
-
-
-def test_without_a_path_no_file_is_written(checkpoint, evicts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = {*tmp_path.iterdir()}
-    shmload.warm(checkpoint)
-    assert {*tmp_path.iterdir()} == before
-    shmload.warm(checkpoint, trace="trace.json")
-    assert stat.S_ISREG((tmp_path / "trace.json").stat().st_mode)

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from warming import NBYTES, SHM, TENSORS, as_bf16, assert_same
+from warming import NBYTES, SHM
 
 import shmload
 
@@ -29,27 +28,6 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert second.read_nbytes == 0
     assert (second.segments, second.resident_nbytes) == (first.segments, first.resident_nbytes)
     assert written() == before
-
-
-def test_each_dtype_has_a_segment_of_its_own(checkpoint):
-    names = {
-        shmload.warm(checkpoint, torch_dtype=dtype).segments
-        for dtype in (None, torch.bfloat16, torch.float16)
-    }
-    assert len(names) == 3
-    # Requesting the file's own dtype gives the same segment as requesting none.
-    assert shmload.warm(checkpoint, torch_dtype=torch.float32).segments in names
-
-
-def test_segment_is_a_safetensors_file(checkpoint, shm_names):
-    shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    assert_same(load_file(SHM / shm_names()[0]), as_bf16(TENSORS))
-
-
-def test_source_without_weights_is_not_found(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(shmload.SourceNotFound, match=str(tmp_path)):
-        shmload.warm(tmp_path)
 
 
 def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
