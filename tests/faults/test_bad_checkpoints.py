@@ -119,12 +119,6 @@ def test_wrong_dtype(checkpoint, door, dtype):
 
 
 @pytest.mark.parametrize("door", [shmload.warm, shmload.plan, view])
-def test_wrong_dtype_of_one_component(pipeline, door):
-    dtypes = {"vae": "bfloat17", "default": torch.bfloat16}
-    refusal(door, pipeline, shmload.UnknownDtype, "'bfloat17'", torch_dtype=dtypes)
-
-
-@pytest.mark.parametrize("door", [shmload.warm, shmload.plan, view])
 def test_unknown_component(pipeline, door):
     refusal(
         door, pipeline, shmload.UnknownComponent, pipeline, "'vea'", "unet, vae", components=["vea"]

@@ -103,26 +103,6 @@ def test_tensors_outlive_the_thread_that_loaded_them(checkpoint, configure):
     assert torch.equal(got["a"], load_file(checkpoint)["a"].bfloat16())
 
 
-@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["workers", "inline"])
-def test_threads_that_load_the_same_read_it_once(checkpoint, configure, evicts, inline_nbytes):
-    configure(inline_nbytes=inline_nbytes, workers=1, wait_timeout_s=20)
-    barrier = threading.Barrier(4)
-    reports = []
-
-    def warm():
-        barrier.wait()
-        reports.append(shmload.warm(checkpoint, torch_dtype=torch.bfloat16))
-
-    threads = [threading.Thread(target=warm) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    read = sorted(report.read_nbytes for report in reports)
-    assert read == [0, 0, 0, shmload.plan(checkpoint, keep=True).shards[0].read_nbytes]
-    assert len({report.segments for report in reports}) == len(shmload.verify()) == 1
-
-
 def test_thread_that_cannot_be_started_leaves_nothing(checkpoint, monkeypatch, shm_names):
     def fail(thread):
         raise RuntimeError("can't start new thread")

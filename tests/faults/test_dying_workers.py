@@ -1,7 +1,6 @@
 """Workers that die, stop, fail or send garbage are replaced once; then the load fails."""
 
 import os
-import select
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 import shmload
 from shmload._checkpoints.formats.safetensors import build_header
 from shmload._checkpoints.header import TensorSpec
-from shmload._decoding.coordinator import Coordinator
 
 
 def assert_right(source):
@@ -36,21 +34,6 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
         f"a worker was lost (WorkerError, SIGKILL) while it decoded {checkpoint}; its pieces go to "
         "another"
     )
-
-
-def test_pieces_behind_the_one_that_killed_a_worker_are_not_lost(tmp_path, workers_that):
-    # Four pieces: those queued in the dead worker's socket must be decoded, once.
-    path = tmp_path / "model.safetensors"
-    wanted = torch.arange(30_000_000, dtype=torch.float32)
-    save_file({"a": wanted}, path)
-    starts = workers_that(DIE_ONCE)
-    seen = []
-    state = shmload.load_state_dict(
-        path, torch.float64, verify=True, progress=lambda *counts: seen.append(counts)
-    )
-    assert starts() == 2
-    assert torch.equal(state["a"], wanted.double())
-    assert seen[-1] == (120_000_000, 120_000_000)
 
 
 def save_in_pieces(path, monkeypatch):
@@ -126,11 +109,6 @@ def test_worker_killed_twice_is_an_error(checkpoint, workers_that, door):
     assert error.path == checkpoint
 
 
-def test_worker_that_exits_in_the_middle_says_its_code(checkpoint, workers_that):
-    workers_that("harm_when_writing(lambda: os._exit(7))")
-    refusal(state_dict, checkpoint, shmload.WorkerError, "exit code 7")
-
-
 def test_stopped_worker_is_replaced(checkpoint, workers_that):
     starts = workers_that(STOP_ONCE, stall_timeout_s=1)
     assert_right(checkpoint)
@@ -151,13 +129,6 @@ def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that,
     error = refusal(door, checkpoint, shmload.WorkerError, "exit code 3", "-P")
     assert starts() == 1
     assert error.__notes__ == ["its output: my last words"]
-
-
-def test_worker_killed_while_it_starts_is_replaced(checkpoint, workers_that, caplog):
-    starts = workers_that("is_first() and os.kill(os.getpid(), signal.SIGKILL)")
-    assert_right(checkpoint)
-    assert starts() == 2
-    assert caplog.messages == ["a worker was lost (WorkerError, SIGKILL); its pieces go to another"]
 
 
 @decoding_door
@@ -215,37 +186,6 @@ def test_worker_that_sends_rubbish_is_an_error_and_no_loop(checkpoint, workers_t
     assert starts() <= 3
 
 
-def wait_for_the_end_of(pid):
-    pidfd = os.pidfd_open(pid)
-    assert select.select([pidfd], [], [], 20)[0]
-    os.close(pidfd)
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("how_often", ["once", "always"])
-def test_worker_that_dies_before_its_first_piece(checkpoint, workers_that, monkeypatch, how_often):
-    starts = workers_that(
-        f"""
-        if {how_often == "always"} or is_first():
-            say(Ready(VERSION, os.getpid()))
-            sys.exit(5)
-        """
-    )
-    run = Coordinator.run
-
-    def run_late(coordinator, *args):
-        # The parent then finds a dead worker's "ready" in its socket.
-        wait_for_the_end_of(coordinator._workers[0].child.pid)
-        return run(coordinator, *args)
-
-    monkeypatch.setattr(Coordinator, "run", run_late)
-    if how_often == "once":
-        assert_right(checkpoint)
-    else:
-        refusal(state_dict, checkpoint, shmload.WorkerError, "exit code 5")
-    assert starts() == 2
-
-
 def write_alternating(path, count):
     """Write tensors whose neighbours cannot be merged into one run."""
     specs = tuple(
@@ -271,37 +211,3 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
     )
     assert len(shmload.load_state_dict(path, torch.bfloat16)) == 20_000
     assert starts() == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(30)
-def test_worker_that_blocks_its_coordinator_is_not_taken_for_the_others(
-    tmp_path, workers_that, monkeypatch
-):
-    # Two pieces. While the first worker decodes one, the second worker gets the other and stops
-    # before it has read a message larger than its socket's buffer.
-    monkeypatch.setattr("shmload._segments.pieces.PIECE_NBYTES", 960_000)
-    path = tmp_path / "model.safetensors"
-    write_alternating(path, 40_000)
-    meeting = tmp_path / "meeting"
-    os.mkfifo(meeting)
-    starts = workers_that(
-        f"""
-        if is_first():
-            real = fill.Filler.fill
-            def meet_and_fill(*args):
-                fill.Filler.fill = real
-                open({str(meeting)!r}, "w").close()
-                return real(*args)
-            fill.Filler.fill = meet_and_fill
-        elif os.path.exists({str(meeting)!r}):
-            open({str(meeting)!r}).close()
-            os.unlink({str(meeting)!r})
-            say(Ready(VERSION, os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        """,
-        stall_timeout_s=3,
-        workers=2,
-    )
-    assert len(shmload.load_state_dict(path, torch.bfloat16)) == 40_000
-    assert starts() == 3

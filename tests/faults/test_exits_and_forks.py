@@ -6,14 +6,12 @@ The code runs in a child; its exit code and stderr show a crash.
 import os
 
 import pytest
-import torch
 from forking_python import FINALIZES
 from safetensors.torch import load_file, save_file
 from warming import TENSORS
 from watching import Watched, workers_of
 
 import shmload
-from shmload._host import changes
 
 # The ways to get tensors over a segment, or over the file itself.
 KINDS = {
@@ -243,63 +241,7 @@ def test_forked_child_waits_for_no_threads_of_its_parent(saved, child, shm_names
     assert shm_names() == []
 
 
-@pytest.mark.parametrize(("inherited", "chosen", "then"), [(3, 3, 1), (3, 2, 2), (0, 3, 3)])
-def test_forked_child_keeps_the_number_of_threads_that_it_chose(
-    monkeypatch, inherited, chosen, then
-):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(chosen)
-        monkeypatch.setattr(changes, "_inherited", inherited)
-        changes.limit_inherited_threads()
-        assert torch.get_num_threads() == then
-        torch.set_num_threads(3)
-        changes.limit_inherited_threads()  # it acts once per process
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 # Closed segments ----------------------------------------------------------------------------------
-
-
-CLOSE = """
-from shmload._segments.segment import attach
-from shmload._loading.state_dict import wrap
-segment = attach(expression)
-state = wrap(segment.fd, segment.name)
-segment.close()
-segment.close()
-del segment
-gc.collect()
-print("CLOSED", total(state), flush=True)
-sys.stdin.readline()
-kept = state["a.weight"][7:9]
-del state
-gc.collect()
-print("KEPT", total({"": kept}), flush=True)
-sys.stdin.readline()
-del kept
-gc.collect()
-print("FREE", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_closing_a_segment_leaves_its_tensors_valid_and_leased(source, child, evicts):
-    (name,) = shmload.warm(source, torch_dtype=torch.bfloat16).segments
-    process = child(HOLDER + CLOSE, source, name)
-    assert float(process.expect("CLOSED")) == total(source, "resident")
-    assert shmload.segments()[0].is_leased
-    process.say()
-    wanted = load_file(source)["a.weight"].bfloat16()[7:9].double().sum().item()
-    assert float(process.expect("KEPT")) == wanted
-    assert shmload.segments()[0].is_leased
-    process.say()
-    process.expect("FREE")
-    assert not shmload.segments()[0].is_leased
-    process.say()
-    assert_quiet_end(process)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

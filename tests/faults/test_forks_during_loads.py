@@ -1,6 +1,5 @@
 """A child that is forked while other threads load holds nothing of what they hold, and loads."""
 
-import contextlib
 import gc
 import os
 import threading
@@ -11,7 +10,6 @@ import shmload
 from shmload._building.libraries import libraries_lock
 from shmload._host import changes
 from shmload._host.collector import paused_gc
-from shmload._host.descriptors import close, try_lock
 from shmload._segments.lease import Lease
 from shmload._segments.segment import attach
 
@@ -89,46 +87,6 @@ def test_child_has_no_lock_of_another_thread():
             assert in_child(lambda each=each: is_free(each)) == "True"
         with each:
             assert in_child(lambda each=each: is_free(each)) == "False"
-
-
-def test_child_leaves_the_locks_of_files_to_the_threads_of_its_parent(tmp_path):
-    path = tmp_path / "locked"
-
-    @contextlib.contextmanager
-    def locked():
-        with open(path, "w") as file:
-            assert try_lock(file.fileno(), exclusive=True)
-            yield file
-
-    holding = locked()
-    reader, writer = os.pipe()
-    with Holding(holding):
-        pid = os.fork()
-        if pid == 0:
-            os.close(writer)
-            os.read(reader, 1)
-            os._exit(0)
-    with open(path, "w") as other:  # the child lives on
-        assert try_lock(other.fileno(), exclusive=True)
-    os.close(writer)
-    os.close(reader)
-    os.waitpid(pid, 0)
-
-
-def test_child_that_was_forked_before_a_lock_was_taken_does_not_keep_it(tmp_path):
-    fd, other = (os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
-    assert try_lock(fd, exclusive=True)
-    close(fd)
-    assert try_lock(other, exclusive=True)  # while the child lives
-    for each in (other, writer, reader):
-        close(each)
-    os.waitpid(pid, 0)
 
 
 def test_child_gives_up_a_lease_that_does_not_cross_forks(saved):

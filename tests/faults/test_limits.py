@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 import shmload
 from shmload._cli.main import main
 from shmload._decoding.worker_process import WorkerProcess
-from shmload._host.limits import explained, is_lack_of_memory, no_memory
 from shmload._ipc import procs
 
 
@@ -126,14 +125,3 @@ def test_address_space(tmp_path, evicts, shm_names, limit_kib):
     assert "there is no memory" in done.stderr
     assert "ulimit -v" in done.stderr
     assert shm_names() == []
-
-
-def test_lack_of_memory_is_told_from_other_errors():
-    with pytest.raises(shmload.CapacityError, match="weights"), explained("weights"):
-        raise MemoryError
-    with pytest.raises(shmload.CapacityError, match="weights"), explained("weights"):
-        raise ImportError("libopenblas.so: failed to map segment from shared object")
-    with pytest.raises(ImportError, match="no module"), explained("weights"):
-        raise ImportError("no module")
-    assert not is_lack_of_memory(OSError(28, "No space left on device"))
-    assert type(no_memory("weights")) is shmload.MemoryLimitExceeded

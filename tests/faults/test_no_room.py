@@ -97,13 +97,6 @@ def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
     assert left == "0 0"  # no bytes read, no names left
 
 
-def test_shm_too_small_is_one_line_of_the_command(large, in_small_shm):
-    done = in_small_shm("-m", "shmload", "warm", large, "--dtype", "bf16", expected=1)
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "needed in shared memory but /dev/shm leaves 16.00 MiB" in done.stderr
-
-
 WITH_A_SERVICE = """
 import contextlib, sys
 import shmload
@@ -132,35 +125,6 @@ def test_loads_evict_for_room_that_the_budget_does_not_know_of(large, tmp_path, 
     ).stdout.splitlines()
     assert "19.08 MiB needed in shared memory but /dev/shm leaves 11." in refused
     assert left == f"{paths[0]} {paths[1]}"  # nothing is evicted without need
-
-
-SWITCHING = """
-import gc, sys
-import shmload
-for path in sys.argv[1:]:
-    state = shmload.load_state_dict(path, "bfloat16", keep=True)
-    print("LOADED", float(state["a"][-1]))
-    pinned = shmload.pin(path) if path == sys.argv[1] else []
-    if path != sys.argv[3]:
-        state = None
-    gc.collect()
-print(*(info.source for info in shmload.segments()))
-"""
-
-
-@pytest.mark.slow
-def test_what_is_kept_and_idle_goes_when_the_room_is_short(tmp_path, in_small_shm):
-    paths = [tmp_path / f"{number}.safetensors" for number in range(5)]
-    for path in paths:
-        save_file({"a": torch.ones(2_500_000)}, path)  # 4.8 of 16 MiB
-    said = in_small_shm("-c", SWITCHING, *paths).stdout.splitlines()
-    assert said == ["LOADED 1.0"] * 5 + [f"{paths[0]} {paths[3]} {paths[4]}"]
-
-
-def test_shm_large_enough_is_enough(tmp_path, in_small_shm):
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(8_000_000)}, path)  # 15.3 of 16 MiB
-    assert in_small_shm("-c", TRY, path).stdout.splitlines()[0] == "DONE"
 
 
 def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
@@ -208,24 +172,6 @@ def test_shm_that_fills_up_while_a_model_is_published(in_small_shm):
     assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
     assert made == "MADE True"
     assert left == left_again == "LEFT"
-
-
-def test_shm_that_fills_up_before_a_worker_writes(tmp_path, in_small_shm, configure):
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(8_000_000)}, path)
-    configure(inline_nbytes=0, workers=1)
-    code = (
-        "from shmload._loading import load\n"
-        "decode = load.decode\n"
-        "def fill_and_decode(*args, **kwargs):\n"
-        "    report(0, 0)\n"
-        "    return decode(*args, **kwargs)\n"
-        "load.decode = fill_and_decode\n"
-    )
-    code = TRY.replace("try:\n    shmload.warm", f"{code}try:\n    shmload.warm")
-    said, left = in_small_shm("-c", code, path, "fill").stdout.splitlines()
-    assert said.startswith(f"SharedMemoryFull {errno.ENOSPC} ")
-    assert left.endswith(" 0")
 
 
 BESIDE_ANOTHER = """

@@ -85,18 +85,6 @@ def test_host_holds_no_more_than_the_bound(large, monkeypatch):
     assert 0 < max(held) <= BOUND.ahead_nbytes + 4096  # and the header
 
 
-def test_load_that_has_to_keep_all_goes_on_without_a_bound(large, monkeypatch):
-    begin = Load._begin
-
-    def begin_and_keep_all(load):
-        begin(load)
-        load.keep_all("a test")
-        load.wait()
-
-    monkeypatch.setattr(Load, "_begin", begin_and_keep_all)
-    assert_right(stream(large, LateDevice()), large)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [DIE_ONCE, STOP_ONCE], ids=["killed", "stopped"])
 def test_worker_that_is_lost_is_replaced(large, workers_that, harm):
