@@ -35,7 +35,6 @@ class LateDevice:
     ):
         self.calls = []
         self.registered = {}
-        self.largest_registered = 0
         self.is_integrated = is_integrated
         self._fails_at = fails_at
         self._registers = registers
@@ -43,8 +42,6 @@ class LateDevice:
         self._registers_read_only = registers_read_only
         self._copies = itertools.count()
         self._queue = deque()
-        self.reserved = []
-        """The sizes that were announced, for each module."""
         self.allocated = 0
         """Bytes from `empty` that are still in use."""
         self.room = None
@@ -56,7 +53,7 @@ class LateDevice:
         return len(self._queue)
 
     def reserve(self, sizes):
-        self.reserved.append(list(sizes))
+        pass
 
     def empty(self, nbytes):
         if self.room is not None and self.allocated + nbytes > self.room:
@@ -116,7 +113,6 @@ class LateDevice:
         if not read_only and "w" not in mapping_at(address)[1]:  # as CUDA's error 1
             return False
         self.registered[address] = nbytes
-        self.largest_registered = max(self.largest_registered, nbytes)
         return True
 
     def _overlaps(self, begin, end):

@@ -46,25 +46,10 @@ def test_names_are_completed(resident, complete, shell, command):
         assert "(bfloat16), 28" in "\n".join(lines)
 
 
-def test_last_folder_of_a_name_is_completed(tmp_path, evicts, complete):
-    for folder in ("team-a", "team-b"):
-        (tmp_path / folder).mkdir()
-        save_file(TENSORS, tmp_path / folder / "style.safetensors")
-        shmload.warm(tmp_path / folder / "style.safetensors", dtype="bfloat16")
-    assert complete("bash", "rm", "sty") == ["plain,style.safetensors"]
-    lines = complete("bash", "rm", str(tmp_path / "team-a"))
-    assert lines == [f"plain,{tmp_path}/team-a/style.safetensors"]
-
-
 def test_ids_are_completed_and_other_words_are_paths(resident, complete):
     model = shmload.models()[0]
     assert f"plain,{model.id}" in complete("bash", "rm", model.id[:3])
     assert complete("bash", "rm", "./sty") == ["file,./sty"]
-
-
-@pytest.mark.parametrize("command", ["warm", "plan", "doctor"])
-def test_sources_are_completed_as_paths(complete, command):
-    assert complete("bash", command, "model") == ["file,model"]
 
 
 def test_completion_in_bash(resident, tmp_path):
@@ -106,10 +91,3 @@ def test_completion_imports_nothing_heavy(resident):
     done = run_to_end([sys.executable, "-P", "-c", code], env=os.environ | asked, check=True)
     assert "style-one" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_dtypes_are_completed_also_for_a_component(complete):
-    assert [line.rpartition(",")[2] for line in complete("bash", "warm", "--dtype", "bf")] == [
-        "bfloat16"
-    ]
-    assert "vae=float32" in "\n".join(complete("fish", "warm", "--dtype", "vae=fl"))

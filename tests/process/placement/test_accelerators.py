@@ -71,30 +71,12 @@ def test_device_that_torch_feeds_by_generic_streams_gets_every_byte(
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
-def test_sharded_pipeline_with_a_variant(saved, accelerators, streams):
-    source = saved("flux", "float16", variant="fp16", sharded=True)
-    got = load(source, variant="fp16", max_host_memory="64KiB")
-    assert len(set(streams)) > 4
-    assert_as_on_the_host(got, reference(source, torch.bfloat16, variant="fp16"))
-
-
 def test_nothing_of_the_host_is_held_afterwards(saved, accelerators, streams):
     got = load(saved("flux"), max_host_memory="64KiB")
     gc.collect()
     with open("/proc/self/maps") as lines:
         assert not [line for line in lines if re.search("(/dev/shm/|memfd:)shmload", line)]
     assert all(is_on_accelerator(p) for m in models_of(got).values() for p in m.parameters())
-
-
-def test_resident_segments_are_used(saved, accelerators, streams, evicts):
-    source = saved("flux")
-    shmload.warm(source, torch_dtype=torch.bfloat16)
-    read = []
-    got = load(source, max_host_memory="64KiB", progress=lambda done, total: read.append(done))
-    assert streams == []
-    assert max(read, default=0) == 0
-    assert_as_on_the_host(got, reference(source, torch.bfloat16))
-    assert not any(info.is_leased for info in shmload.segments())
 
 
 def test_pipeline_on_one_device_can_be_moved(saved, accelerators):

@@ -92,14 +92,6 @@ def test_decode_that_fails_behind_a_copy_leaves_nothing(saved, decode, accelerat
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
 
-def test_full_device_ends_a_decode_that_is_under_way(saved, decode, accelerators, shm_names):
-    accelerators["cuda:0"].room = 0
-    decode.copied.set()
-    with pytest.raises(torch.OutOfMemoryError):
-        load(saved("flux"), device_map={"": 0}, keep=True)
-    assert shm_names() == []
-
-
 def test_copy_that_fails_ends_a_decode_that_is_under_way(saved, decode, accelerators, shm_names):
     accelerators["cuda:0"]._fails_at = 1
     with pytest.raises(torch.OutOfMemoryError):

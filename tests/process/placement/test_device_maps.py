@@ -36,13 +36,6 @@ def test_components_go_where_the_map_says(saved, accelerators):
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 
 
-@pytest.mark.parametrize("strategy", ["balanced_low_0", "sequential"])
-def test_strategies_place_every_component(saved, accelerators, strategy):
-    got = load(saved("flux"), device_map=strategy)
-    assert set(got.hf_device_map.values()) <= {"cuda:0", "cuda:1"}
-    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
-
-
 @pytest.mark.parametrize("strategy", ["balanced", "auto"])
 def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strategy):
     got = load(saved("flux"), device_map=strategy, max_host_memory="64KiB")
@@ -81,12 +74,6 @@ def test_cpu_for_everything_copies_nothing(saved, accelerators):
     assert got.hf_device_map == {"": "cpu"}
     assert accelerators["cuda:0"].calls == []
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
-
-
-def test_meta_takes_no_memory(saved, accelerators):
-    got = load(saved("flux"), device_map={"": "cuda:0", "transformer": "meta"})
-    assert all(parameter.is_meta for parameter in got.transformer.parameters())
-    assert not any(parameter.is_meta for parameter in got.vae.parameters())
 
 
 # Refusals -----------------------------------------------------------------------------------------
@@ -128,11 +115,6 @@ def test_odd_arguments_are_refused_before_anything_is_decoded(saved, accelerator
             saved("flux"), **arguments, keep=True, progress=lambda *counts: read.append(counts)
         )
     assert read == []
-
-
-def test_limits_alone_mean_nothing(saved):
-    with pytest.raises(shmload.ArgumentError, match="device_map"):
-        shmload.load_pipeline(saved("flux"), max_memory={0: "1GiB"})
 
 
 @pytest.mark.parametrize("device_map", ["cuda", {"": "cpu", "vae": 0}])

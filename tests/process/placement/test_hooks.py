@@ -9,7 +9,6 @@ import transformers
 from torch import nn
 
 import shmload
-from shmload._devices.aligning import ActivationsHook, add_hook
 
 pytestmark = pytest.mark.libraries
 
@@ -156,12 +155,6 @@ class Table(nn.Module):
         return self.layer(inputs + self.table)
 
 
-def test_tensor_beside_modules_may_be_meta():
-    model = shmload.to_device(Table(), {"": "meta", "layer": "cpu"})
-    assert model.table.is_meta
-    assert not model.layer.weight.is_meta
-
-
 def test_weights_do_not_wait_on_a_disk():
     model = Table()
     for where in ("disk", {"": "cpu", "layer": "disk"}):
@@ -186,31 +179,3 @@ def test_meta_and_cpu(encoder):
     assert encoder.encoder.block[2].layer[0].SelfAttention.q.weight.is_meta
     assert encoder.shared.weight.data_ptr() == before
     assert encoder.encoder.embed_tokens.weight is encoder.shared.weight
-
-
-def test_cpu_leaves_a_module_as_it_is(encoder):
-    before = {name: tensor.data_ptr() for name, tensor in encoder.state_dict().items()}
-    assert shmload.to_device(encoder, "cpu") is encoder
-    assert before == {name: tensor.data_ptr() for name, tensor in encoder.state_dict().items()}
-    assert not any(hasattr(module, "_hf_hook") for module in encoder.modules())
-
-
-def test_unknown_module_is_named():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(shmload.ArgumentError, match="2"):
-        shmload.to_device(module, {"": "cpu", "2": "meta"})
-
-
-def test_list_that_a_module_writes_to_stays_the_callers():
-    class Counter(nn.Linear):
-        def forward(self, x, count, *, seen):
-            count[0] += 1
-            seen["x"] = x
-            return super().forward(x)
-
-    module = Counter(2, 2)
-    add_hook(module, ActivationsHook(torch.device("cpu")))
-    count, seen = [0], {}
-    module(torch.ones(2), count, seen=seen)
-    assert count == [1]
-    assert torch.equal(seen["x"], torch.ones(2))

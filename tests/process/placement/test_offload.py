@@ -1,9 +1,7 @@
 """Pipelines whose weights wait on the host compute as the library's, from pages that are shared."""
 
 import contextlib
-import copy
 import gc
-import pickle
 
 import numpy as np
 import peft
@@ -128,34 +126,6 @@ def test_model_that_waits_has_its_state(saved, device):
     for name, model in models_of(reference(saved("flux"), torch.bfloat16)).items():
         found = models_of(got)[name].state_dict()
         assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
-
-
-def test_ordinary_models_come_back(saved, device):
-    got = load(saved("flux"), device_map=_PIPELINE)
-    wanted = flux(got)
-    got.reset_device_map()
-    assert got.hf_device_map is None
-    assert not device.registered
-    for model in models_of(got).values():
-        assert not any(hasattr(module, "_hf_hook") for module in model.modules())
-        # Accelerate leaves the class's own method on each module.
-        assert all(m.forward.__func__ is type(m).forward for m in model.modules())
-    device.calls.clear()
-    assert torch.equal(flux(got), wanted)
-    assert device.calls == []
-    got.to(torch.float32)
-
-
-def test_copy_of_a_model_is_like_accelerates(saved, device):
-    got = load(saved("flux"), device_map=_PIPELINE)
-    wanted = flux(got)
-    other = copy.deepcopy(got.transformer)
-    with torch.no_grad():
-        got.transformer.proj_out.weight.zero_()
-    got.transformer = other
-    assert torch.equal(flux(got), wanted)
-    with pytest.raises(shmload.ArgumentError, match="cannot be pickled"):
-        pickle.dumps(got.transformer)
 
 
 def test_adapter_on_a_model_that_waits(saved, device):

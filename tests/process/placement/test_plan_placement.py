@@ -3,13 +3,11 @@
 import ast
 import functools
 import json
-import sys
 
 import diffusers
 import pytest
 import torch
 from accelerate.utils import check_device_map
-from children import run_to_end
 from placing import UNIT, limited
 from safetensors.torch import load_file
 
@@ -102,29 +100,6 @@ def test_component_without_safetensors_is_not_forgotten(copied):
 # The answer ---------------------------------------------------------------------------------------
 
 
-def test_plan_without_devices_is_as_it_was(saved):
-    found = shmload.plan(saved("flux"))
-    assert found.placement is None
-    # Planning is light when the rules are remembered.
-    code = (
-        "import sys, shmload\n"
-        "shmload.plan(sys.argv[1])\n"
-        "print(sorted({'torch', 'diffusers', 'accelerate'} & set(sys.modules)))"
-    )
-    done = run_to_end([sys.executable, "-P", "-c", code, saved("flux")], check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_plan_names_every_component(saved):
-    found = shmload.plan(saved("flux"), torch_dtype="bfloat16", inventory="2x1GiB")
-    names = ["text_encoder", "text_encoder_2", "transformer", "vae"]
-    assert list(found.placement.components) == list(found.placement.device_map) == names
-    again = shmload.plan(
-        saved("flux"), dtype="bfloat16", inventory="2x1MiB", max_memory={1: "1GiB"}, device_map=1
-    )
-    assert set(again.placement.components.values()) == {"cuda:1"}
-
-
 @pytest.mark.libraries
 def test_printed_placement_is_the_table_of_the_command_line(saved, capsys):
     found = shmload.plan(saved("flux"), dtype="bfloat16", inventory="1GiB")
@@ -162,14 +137,6 @@ def test_printed_map_can_be_pasted(saved, run_plan):
         *(saved("flux"), "--dtype", "bfloat16", "--inventory", limits, "--device-map", printed)
     )
     assert again.stdout == shown.stdout
-
-
-def test_json_has_the_placement(saved, run_plan):
-    shown = run_plan(saved("wan"), "--inventory", "1GiB", "--json")
-    found = json.loads(shown.stdout)["plan"]
-    assert found["placement"]["device_map"]["transformer"] == "cuda:0"
-    assert found["shards"]
-    assert "placement" not in json.loads(run_plan(saved("wan"), "--json").stdout)["plan"]
 
 
 @pytest.mark.parametrize(

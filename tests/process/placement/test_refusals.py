@@ -120,22 +120,6 @@ def test_weights_do_not_wait_on_a_disk(saved, accelerators, built):
     assert built == []
 
 
-def test_class_of_no_library_is_not_judged_by_its_files(saved, accelerators, monkeypatch):
-    """The map may know modules of it that shmload does not."""
-    monkeypatch.setattr("shmload._building.module_trees.find_class", lambda *_: None)
-    pipe = load(saved("flux"), device_map={"": 0, "vae.decoder": 1})
-    assert pipe.hf_device_map["vae.decoder"] == "cuda:1"
-    with pytest.raises(shmload.DoesNotFit):
-        load(saved("flux"), device_map={"": 0}, max_memory={0: "100KiB"})
-
-
-def test_passed_model_counts(saved, accelerators, built):
-    huge = nn.Linear(1 << 10, 1 << 10, dtype=torch.float16)
-    with pytest.raises(shmload.DoesNotFit, match=r"image_encoder 2\.00 MiB"):
-        load(saved("flux"), device_map="cuda", max_memory={0: "1MiB"}, image_encoder=huge)
-    assert built == []
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,9 +2,7 @@
 
 import gc
 import json
-import os
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -263,27 +261,6 @@ def test_segments_of_a_dropped_pipeline_stay_until_all_have_come(saved, rank, sh
     del again
     gc.collect()
     assert shm_names() == []
-
-
-def test_forked_child_does_not_wait_for_the_others(saved, rank, shm_names):
-    pipe = shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
-    del pipe
-    gc.collect()
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        theirs.sendall(b"!")  # the fork has released the parent's leases
-        theirs.recv(1)  # wait until the parent closes its end
-        os._exit(0)
-    theirs.close()
-    try:
-        assert ours.recv(1)
-        rank()
-        assert shm_names() == []
-    finally:
-        ours.close()
-        os.waitpid(pid, 0)
 
 
 def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names, evicts):

@@ -12,7 +12,7 @@ import transformers
 from redirecting import assert_same
 
 import shmload
-from shmload._redirecting import arguments, calls
+from shmload._redirecting import arguments
 from shmload.errors import ArgumentError, SharedMemoryFull
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -143,18 +143,6 @@ def test_own_loads_are_not_redirected(saved, ways):
     assert ways.lines == []
 
 
-def test_own_method_calls_the_library(saved, ways):
-    class Own(diffusers.UNet2DConditionModel):
-        @classmethod
-        def from_pretrained(cls, path, **kwargs):
-            return "own", super().from_pretrained(path, **kwargs)
-
-    source = str(saved("stable-diffusion"))
-    with shmload.redirect():
-        mark, model = Own.from_pretrained(source, subfolder="unet")
-    assert (mark, type(model), ways.taken) == ("own", Own, ["library"])
-
-
 def test_threads_and_tasks_are_redirected_each(saved, ways):
     source = str(saved("stable-diffusion"))
     models = []
@@ -192,37 +180,6 @@ def test_library_loads_where_there_is_no_room(saved, ways, monkeypatch):
     )
     assert ways.levels == [logging.WARNING]
     assert "by the library: SharedMemoryFull: " in ways.lines[0]
-
-
-def test_random_numbers_of_a_failed_load_are_given_back(saved, ways, monkeypatch):
-    load = calls.load_model
-
-    def failing(*args, **kwargs):
-        load(*args, **kwargs)
-        torch.rand(5)
-        raise RuntimeError("at the end")
-
-    monkeypatch.setattr(calls, "load_model", failing)
-    source = str(saved("stable-diffusion"))
-    assert_same(
-        lambda: transformers.CLIPTextModelWithProjection.from_pretrained(
-            source, subfolder="text_encoder"
-        ),
-        ways,
-        are_texts_same=False,  # both loads say what is missing
-    )
-    assert "by the library: RuntimeError: at the end" in ways.lines[0]
-
-
-def test_interrupt_is_an_interrupt(saved, ways, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(calls, "load_pipeline", interrupted)
-    with shmload.redirect(), pytest.raises(KeyboardInterrupt) as caught:
-        diffusers.DiffusionPipeline.from_pretrained(str(saved("stable-diffusion")))
-    assert caught.value.__context__ is None
-    assert ways.lines == []
 
 
 def test_broken_file_raises_the_librarys_error(copied, ways):
@@ -269,18 +226,6 @@ def test_hub_id_is_redirected_if_the_cache_is_current(
         are_texts_same=False,  # diffusers says that it is offline
     )
     assert ways.taken == [way], ways.lines
-
-
-@pytest.mark.parametrize("name", ["me/model", "me/other"])
-def test_hub_id_offline(saved, hub_cache, ways, name):
-    hub_cache.add("me/model", saved("stable-diffusion"))
-    assert_same(
-        lambda: transformers.CLIPTextModel.from_pretrained(
-            name, subfolder="text_encoder", cache_dir=hub_cache.root
-        ),
-        ways,
-    )
-    assert ways.taken == ["shmload" if name == "me/model" else "library"], ways.lines
 
 
 # Imports ------------------------------------------------------------------------------------------

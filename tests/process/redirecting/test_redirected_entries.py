@@ -12,7 +12,6 @@ from diffusers.pipelines import pipeline_utils
 from redirecting import assert_same
 from safetensors.torch import load_file
 
-import shmload
 from benchmarks import single_files
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -209,16 +208,6 @@ def test_single_files_say_what_the_library_says(sources, ways, tmp_path):
             ways,
         )
     assert ways.taken == [_S, _L]
-
-
-def test_verbose_line_of_each_call_of_an_entry(sources, capfd):
-    with shmload.redirect(verbose=True):
-        _pipeline("feature-extraction", sources.clip, sources.tokens)
-        _pipeline("text-generation", sources.llama, sources.tokens, device_map="auto")
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shmload: ")]
-    assert len(said) == 2, said
-    assert "through shmload" in said[0]
-    assert said[1].endswith("by the library: device_map='auto'")
 
 
 @pytest.mark.parametrize("revision", [None, "main", "a" * 40])
