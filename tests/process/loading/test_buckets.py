@@ -225,6 +225,13 @@ def test_forked_child_is_told_that_it_cannot_ask(server, child):
     assert process.expect("ENDED") == "0"
 
 
+def test_nothing_there(server):
+    with pytest.raises(shmload.SourceNotFound, match="nothing is there that is read"):
+        shmload.warm("s3://models/none")
+    with pytest.raises(shmload.SourceNotFound, match="only safetensors are read"):
+        shmload.warm("s3://models/model.gguf")
+
+
 def test_secrets_are_neither_sent_on_nor_logged(server, caplog):
     with caplog.at_level("DEBUG"):
         shmload.warm(URL)
