@@ -150,7 +150,7 @@ def load_pipeline(
             progress=progress,
         )
         if is_publication(source):
-            from shmload._building.published import load_published
+            from shmload._building.publishing import load_published
 
             given = {
                 "pipeline_class": pipeline_class,

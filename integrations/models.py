@@ -92,7 +92,7 @@ def load_model(
             progress=progress,
         )
         if is_publication(source):
-            from shmload._building.published import load_published
+            from shmload._building.publishing import load_published
 
             given = {"subfolder": subfolder, "variant": variant, "dtype": dtype} | options.devices
             model = load_published(str(source), given | from_pretrained_kwargs)

@@ -16,8 +16,7 @@ import torch
 from shmload._building.call import call_of
 from shmload._building.homecoming import adopt
 from shmload._building.mapped import modules_of
-from shmload._building.published import load_published, opened
-from shmload._building.publishing import Published
+from shmload._building.publishing import Published, load_published, opened
 from shmload._building.weights import lines_of, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import ADAPTER_STATE, as_plain_tensors, is_brought_from_copies

@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import nn
 
-from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
-from shmload._devices.upload import Upload
+from shmload._devices.upload import Upload, bring
 from shmload._host.descriptors import inode_of
 from shmload._runtimes.kinds import runtime_of
 from shmload._runtimes.runtime import Runtime

@@ -202,7 +202,7 @@ def _load_with_accelerate(source: str) -> object:
 def _note_bounds() -> list[int]:
     """Return a list that gets what slots take, and how much may be decoded ahead, in bytes."""
     from shmload._decoding.allowance import Allowance
-    from shmload._devices.page_locked import PageLocked
+    from shmload._devices.upload import PageLocked
 
     sizes: list[int] = []
     for made in (Allowance, PageLocked):

@@ -19,10 +19,9 @@ import msgspec
 from shmload._building.maker import Maker
 from shmload._building.options import Options
 from shmload._building.route import Route, choose_route
-from shmload._checkpoints.left_out import find_left_out
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.source import Checkpoint, Source, find_left_out
 from shmload._decoding.allowance import Bound
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._loading.holdings import linger

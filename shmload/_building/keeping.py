@@ -21,8 +21,7 @@ from shmload._building.tensor_parts import CannotKeep, Region
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.descriptors import Inode
-from shmload._host.memory import PAGE_NBYTES
-from shmload._host.pagemap import has_own_pages
+from shmload._host.memory import PAGE_NBYTES, has_own_pages
 from shmload._host.shm import write_at
 from shmload._loading.room import chosen_budget, made_room
 from shmload._segments.layout import Layout, lay_out

@@ -7,9 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shmload._checkpoints.chosen_rule import likely_rule, rule_for
 from shmload._checkpoints.dtypes import AUTO, TORCH_NAMES, parse_dtype
-from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Wanted
 from shmload._compat import dtype_keyword

@@ -21,12 +21,11 @@ from shmload._building.classes import (
 )
 from shmload._building.keywords import CHOOSING_KEYWORDS
 from shmload._building.maker import Maker, as_torch, is_left_to_library, with_dtype
-from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model, find_source
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.own_dtypes import most_common_dtype, settle_dtype
-from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant

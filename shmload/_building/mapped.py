@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shmload._compat import as_plain_tensors
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
-from shmload._host.memory import map_at
-from shmload._host.pagemap import is_touched
+from shmload._host.memory import is_touched, map_at
 from shmload._segments.lease import Lease
 from shmload._segments.listing import names_by_inode, segments_by_lock
 from shmload._segments.segment import Segment

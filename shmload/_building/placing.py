@@ -13,11 +13,11 @@ from shmload._building.maker import Maker, is_left_to_library
 from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
-from shmload._devices.arriving import bring
 from shmload._devices.destination import Destination, parse_max_host_memory
 from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
 from shmload._devices.moves import Moves
 from shmload._devices.origin import Segments
+from shmload._devices.upload import bring
 from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode

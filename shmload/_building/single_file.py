@@ -16,13 +16,12 @@ import msgspec
 
 from shmload._building.classes import components_by_name, find_class, require_class
 from shmload._building.maker import Maker, with_dtype
-from shmload._checkpoints.chosen_rule import wanted_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.rule import Rule, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import format_with_blocks, why_unread

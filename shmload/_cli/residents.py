@@ -141,7 +141,7 @@ def save_command(source: str, directory: str) -> None:
     """
     if not is_publication(source):
         raise click.UsageError(f"{source} is no publication; those of `shmload ls` begin so: shm:")
-    from shmload._building.published import load_published
+    from shmload._building.publishing import load_published
 
     thing = load_published(source)
     if not hasattr(thing, "save_pretrained"):

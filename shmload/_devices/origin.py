@@ -19,8 +19,7 @@ import torch
 
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
-from shmload._host.memory import PAGE_NBYTES, populate
-from shmload._host.pagemap import has_own_pages
+from shmload._host.memory import PAGE_NBYTES, has_own_pages, populate
 from shmload._host.procfs import Mapping, cgroup_limit_nbytes, mappings
 from shmload._host.shm import reopen
 from shmload._runtimes.runtime import Runtime, say_once

@@ -10,12 +10,15 @@ One thread, the caller's, starts all copies. So nothing waits for the interprete
 calls that each slot takes.
 
 Guarantee: a slot is filled again only when the devices have read it. After the context no copy is
-under way, and no memory is locked. Sources are read by cores alone, and never by a device.
+under way, and no memory is locked. Sources are read by cores alone, and never by a device. `bring`
+copies so what moves say, while a load still decodes some of it.
 """
 
 import bisect
 import contextlib
 import ctypes
+import itertools
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,12 +27,11 @@ from typing import Any, Self
 
 import torch
 
-from shmload._devices.moves import Move
-from shmload._devices.page_locked import PageLocked
+from shmload._devices.moves import Move, Moves, Overlaps
 from shmload._host.descriptors import Inode
-from shmload._host.memory import PAGE_NBYTES
-from shmload._host.pagemap import is_modified
+from shmload._host.memory import PAGE_NBYTES, is_modified
 from shmload._host.procfs import mappings
+from shmload._loading.load import Load
 from shmload._loading.trace import Phase, during
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 
@@ -39,6 +41,7 @@ _SLOTS = 3
 # Each core fills a part: eight of them reach the speed of the host's memory.
 _PART_NBYTES = 4 << 20
 _MAX_THREADS = 8
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class Files:
@@ -129,6 +132,42 @@ def batches(moves: Iterable[Move], slot_nbytes: int) -> Iterator[Batch]:
                 batch = Batch()
     if batch.parts:
         yield batch
+
+
+class PageLocked:
+    """New memory, page-locked in the first of three ways that the driver allows; CUDA says pinned.
+
+    It registers memory of this process, which is the system's again after `close`. Or torch gives
+    some, which torch keeps in a cache. Or it stays ordinary memory, and copies from it are slower.
+
+    Args:
+        nbytes: how many bytes.
+        runtime: of the device that fetches from there; others may too.
+    """
+
+    def __init__(self, nbytes: int, runtime: Runtime) -> None:
+        self._runtime: Runtime | None = None
+        self.content = _own_memory(nbytes)
+        """Flat uint8."""
+        if runtime.register(self.content.data_ptr(), nbytes, read_only=False):
+            self._runtime = runtime
+        elif (memory := runtime.page_locked(nbytes)) is not None:
+            self.content = memory
+
+    def close(self) -> None:
+        """Release it; no copy from there may be under way. A second call does nothing."""
+        runtime, self._runtime = self._runtime, None
+        if runtime:
+            runtime.unregister(self.content.data_ptr())
+
+
+def _own_memory(nbytes: int) -> torch.Tensor:
+    """Return new memory whose pages are there: a driver would make them one by one."""
+    mapped = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        with contextlib.suppress(OSError):  # a kernel without it
+            mapped.madvise(advice)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class Upload:
@@ -263,3 +302,48 @@ def _fill(slot: torch.Tensor, part: Iterable[tuple[int, Move]], files: Files) ->
 def _close(slot: "Future[PageLocked]") -> None:
     if not slot.cancelled() and slot.exception() is None:
         slot.result().close()
+
+
+def bring(
+    moves: Moves,
+    load: Load | None = None,
+    max_nbytes: int | None = None,
+    files: Iterable[tuple[Inode, int]] = (),
+) -> None:
+    """Copy all bytes of moves, those that a load decodes as they come; blocks until all are there.
+
+    Args:
+        moves: to be made; the caller commits them.
+        load: fills the segments that some of them lie in. If it is bounded, it gets its memory back
+            behind the copy.
+        max_nbytes: limit for the slots, in bytes.
+        files: those that the moves' bytes lie in, as far as they are known, as for `Files`.
+
+    Raises:
+        ShmloadError: the load failed.
+        torch.OutOfMemoryError: a device is full.
+        RuntimeError: a driver failed.
+    """
+    if not moves.moves:
+        if load:
+            load.wait()
+        return
+    spans = sorted(mappings({part.inode for _, part in load.holdings.unfinished()}) if load else ())
+    starts = [there.start for there in spans]
+
+    def comes_later(move: Move) -> bool:
+        position = bisect.bisect_right(starts, move.address)
+        return position > 0 and move.address < spans[position - 1].end
+
+    nbytes = sum(move.nbytes for move in moves.moves)
+    with Upload(nbytes, moves.runtimes[0], max_nbytes, Files(files)) as upload:
+        upload.copy(itertools.filterfalse(comes_later, moves.moves))
+        coming = Overlaps(filter(comes_later, moves.moves))
+        while load and spans and (piece := load.next_filled()) is not None:
+            for there in spans:
+                if there.inode == piece.inode:
+                    base = there.start - there.offset
+                    upload.copy(coming.within(base + piece.begin, base + piece.end))
+            load.give_back(piece)
+        if load:
+            load.wait()

@@ -20,11 +20,10 @@ from shmload._loading.room import made_room
 from shmload._loading.shard import Action, OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
 from shmload._segments.lease import Lease
-from shmload._segments.listing import SegmentInfo
+from shmload._segments.listing import SegmentInfo, holders
 from shmload._segments.part import Awaited, Held, Opened, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
-from shmload._segments.users import holders
 from shmload._segments.view import descriptor_path
 from shmload._settings import local_world_size
 from shmload.errors import SegmentUntrusted

@@ -14,11 +14,10 @@ import msgspec
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.formats.known import detect_format
 from shmload._checkpoints.identity import Stat, identify
-from shmload._checkpoints.left_out import LeftOut
 from shmload._checkpoints.quantised import are_quantised, require_dequantised
 from shmload._checkpoints.remote import pointed_object
 from shmload._checkpoints.rule import RAW, Rule
-from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.source import Checkpoint, LeftOut, Source
 from shmload._decoding.job import Job
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source

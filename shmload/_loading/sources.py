@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from shmload._checkpoints.chosen_rule import known_rule, rule_for
 from shmload._checkpoints.formats.known import variant_of
-from shmload._checkpoints.left_out import why_none_is_read
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.rule import Rule
-from shmload._checkpoints.source import Source
+from shmload._checkpoints.rule import Rule, known_rule, rule_for
+from shmload._checkpoints.source import Source, why_none_is_read
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc
 from shmload._loading.load import Load

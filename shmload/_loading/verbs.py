@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.formats.known import name_in_view
-from shmload._checkpoints.left_out import LeftOut, find_left_out, why_none_is_read
 from shmload._checkpoints.library import library
 from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.source import Source
+from shmload._checkpoints.source import LeftOut, Source, find_left_out, why_none_is_read
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._host.collector import paused_gc
 from shmload._host.limits import repair_errors

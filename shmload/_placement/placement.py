@@ -4,23 +4,45 @@
  inventory                      |                                        |
 components             unknown names, cuts through what          what does not fit: an
                        must stay whole: errors                   error with a map that does
+
+diffusers and transformers have the other strategies too, which place whole components.
 """
 
 import errno
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from shmload._placement.auto import place_auto
 from shmload._placement.device_map import Devices, expand, merge, parse_device_map, shorten
-from shmload._placement.inventory import CPU, OFFLOAD, Inventory, boundless
+from shmload._placement.inventory import CPU, OFFLOAD, Inventory, Rooms, boundless
 from shmload._placement.modules import Component, Module, join
-from shmload._placement.strategies import WHOLE_STRATEGIES
-from shmload._placement.table import DeviceUse, TableRow, placement_page
-from shmload._tables import Page, Printable
+from shmload._tables import Page, Printable, Table
 from shmload._wording import format_nbytes
 from shmload.errors import DoesNotFit
+
+
+class TableRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one component has on one device."""
+
+    component: str
+    nbytes: int
+    """Size of the weights, in bytes."""
+    device: str
+    """Where the weights are."""
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights on one device."""
+
+    device: str
+    nbytes: int
+    """Size of the weights that are there, in bytes."""
+    passing_nbytes: int
+    """The most that comes there at a time of weights on `offload`, in bytes."""
+    limit_nbytes: int | None
+    """How many bytes may lie there at most; None if the inventory has no limit."""
 
 
 class Placement(Printable, msgspec.Struct, frozen=True, kw_only=True):
@@ -208,3 +230,95 @@ def _execution_device(units: Sequence[tuple[Module, str]], free: Mapping[str, in
         emptiest = max(free, key=lambda device: free[device], default=CPU)
         computing = [home for home in computing if home in free] or [emptiest]
     return computing[0]
+
+
+ComponentDevices = dict[str, str]
+"""The device of each component that was placed, by its name."""
+
+
+def place_sequential(components: Sequence[Component], rooms: Rooms) -> ComponentDevices:
+    """Fill one device after the other, in the order of the pipeline."""
+    placed: ComponentDevices = {}
+    devices = iter(rooms)
+    device, left = "", -1
+    for component in components:
+        while component.nbytes > left:
+            device = next(devices, "")
+            if not device:
+                return placed
+            left = rooms[device]
+        placed[component.name] = device
+        left -= component.nbytes
+    return placed
+
+
+def place_balanced(components: Iterable[Component], rooms: Rooms) -> ComponentDevices:
+    """Place the largest first, each on the device whose used fraction is smallest afterwards."""
+    used = dict.fromkeys(rooms, 0)
+    placed: ComponentDevices = {}
+    for component in sorted(components, key=lambda component: -component.nbytes):
+        after = {device: used[device] + component.nbytes for device in rooms}
+        fitting = [device for device in rooms if after[device] <= rooms[device]]
+        if fitting:
+            device = min(fitting, key=lambda d: after[d] / max(1, rooms[d]))
+            placed[component.name] = device
+            used[device] = after[device]
+    return placed
+
+
+def place_balanced_low_0(components: Sequence[Component], rooms: Rooms) -> ComponentDevices:
+    """Balance over all devices but the first; what does not fit there goes to the first."""
+    first, *others = rooms
+    placed = place_balanced(components, {device: rooms[device] for device in others})
+    left = (component for component in components if component.name not in placed)
+    return placed | place_balanced(left, {first: rooms[first]})
+
+
+WHOLE_STRATEGIES: Mapping[str, Callable[[Sequence[Component], Rooms], ComponentDevices]] = {
+    "sequential": place_sequential,
+    "balanced": place_balanced,
+    "balanced_low_0": place_balanced_low_0,
+}
+
+
+def placement_page(
+    parts: Sequence[TableRow],
+    execution: Mapping[str, str],
+    devices: Sequence[DeviceUse],
+    device_map: Mapping[str, str],
+) -> Page:
+    """Return the page of a placement; the arguments are its fields."""
+    limits = {use.device: use.limit_nbytes for use in devices}
+    rows = []
+    for part in parts:
+        at = f", computes on {execution[part.component]}" * (part.device == OFFLOAD)
+        share = _share(part.nbytes, limits.get(CPU if part.device == OFFLOAD else part.device))
+        size = format_nbytes(part.nbytes)
+        rows.append((part.component or "-", size, f"{part.device}{at}", share))
+    uses = [
+        (
+            use.device,
+            format_nbytes(use.nbytes),
+            format_nbytes(use.passing_nbytes) if use.passing_nbytes else "-",
+            "-" if use.limit_nbytes is None else format_nbytes(use.limit_nbytes),
+            _share(use.nbytes + use.passing_nbytes, use.limit_nbytes),
+        )
+        for use in devices
+    ]
+    components = Table(titles=("COMPONENT", "SIZE", "DEVICE", "SHARE"), rows=rows, right=(1, 3))
+    titles = ("DEVICE", "WEIGHTS", "PASSING", "SIZE", "SHARE")
+    held = Table(titles=titles, rows=uses, right=(1, 2, 3, 4))
+    return Page((components, "", held, "", print_device_map(device_map)))
+
+
+def print_device_map(device_map: Mapping[str, str]) -> str:
+    """Write a device map as Python code that can be pasted."""
+    lines = (f'    "{path}": "{device}",\n' for path, device in device_map.items())
+    return f"device_map = {{\n{''.join(lines)}}}"
+
+
+def _share(nbytes: int, limit: int | None) -> str:
+    if not limit:
+        return "-"
+    share = 100 * nbytes / limit
+    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"

@@ -15,9 +15,8 @@ import msgspec
 
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.wanted import is_publication
-from shmload._segments.listing import SegmentInfo, segments
+from shmload._segments.listing import SegmentInfo, User, segments
 from shmload._segments.names import name_prefix
-from shmload._segments.users import User
 from shmload._wording import format_nbytes, nearest
 from shmload.errors import SegmentNotFound
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from shmload._host.descriptors import Descriptor, close, try_lock, unlock
 from shmload._host.shm import is_named, removed, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
+from shmload._segments.listing import holders
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
 from shmload._segments.names import part_name
 from shmload._segments.segment import PINNED, READ_ONLY, SHARED, Segment, Stay, attach, finished
-from shmload._segments.users import holders
 from shmload._wording import logger_of, name_processes
 from shmload.errors import SegmentTimeout, SegmentUntrusted
 

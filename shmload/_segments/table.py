@@ -5,9 +5,16 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from shmload._segments.listing import amount_of, parts_under_way, segments_by_lock
+from shmload._segments.listing import (
+    amount_of,
+    describe_users,
+    holders,
+    name_users,
+    parts_under_way,
+    segments_by_lock,
+    users_of,
+)
 from shmload._segments.models import Model, find_models
-from shmload._segments.users import describe_users, holders, name_users, users_of
 from shmload._tables import Cell, Listing, Page, Table
 from shmload._wording import count_of, format_age, format_nbytes, format_time
 

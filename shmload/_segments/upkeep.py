@@ -9,7 +9,7 @@ import xxhash
 
 from shmload._checkpoints.header import Header
 from shmload._segments.eviction import evictable
-from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock
+from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock, users_of
 from shmload._segments.models import find_models, select
 from shmload._segments.names import unfinished_names
 from shmload._segments.pieces import combine_digests, piece_ranges
@@ -21,7 +21,6 @@ from shmload._segments.removal import (
     remove_leftovers,
 )
 from shmload._segments.segment import Segment
-from shmload._segments.users import users_of
 from shmload._segments.view import dead_views
 from shmload._wording import name_processes
 from shmload.errors import ArgumentError, SegmentBusy, SegmentCorrupt

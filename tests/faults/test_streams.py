@@ -14,8 +14,8 @@ from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.wanted import Wanted
 from shmload._decoding.allowance import Bound
-from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
+from shmload._devices.upload import bring
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.state_dict import wrap

@@ -13,7 +13,7 @@ from torch import nn
 
 import shmload
 from shmload._devices.origin import Segments
-from shmload._devices.page_locked import PageLocked
+from shmload._devices.upload import PageLocked
 from shmload._devices.waiting import Waiting
 from shmload._host.descriptors import inode_of
 

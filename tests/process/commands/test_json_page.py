@@ -11,11 +11,11 @@ from warming import CHILD, begun
 
 import shmload
 from shmload import _doctor
-from shmload._checkpoints.left_out import LeftOut
+from shmload._checkpoints.source import LeftOut
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
 from shmload._doctor import Finding
-from shmload._segments.users import User
+from shmload._segments.listing import User
 from shmload._service.notice import Status
 
 _PAGE = Path(__file__).parents[3] / "docs" / "operate.md"

@@ -16,7 +16,8 @@ from watching import Watched, workers_of
 
 import shmload
 from benchmarks import single_files
-from shmload._checkpoints import objects, servers
+from shmload._checkpoints import mirror as mirror_module
+from shmload._checkpoints import objects
 from shmload._checkpoints.mirror import mirror
 from shmload._checkpoints.remote import mirror_home, write_pointer
 from shmload._checkpoints.wanted import Hub, Wanted
@@ -302,7 +303,7 @@ def test_adapter_on_a_web_server(server, name, given):
 
 
 def test_index_may_not_name_too_many_files(server, monkeypatch):
-    monkeypatch.setattr(servers, "MOST_OBJECTS", 59)
+    monkeypatch.setattr(mirror_module, "MOST_OBJECTS", 59)
     names = {f"t{number}": f"model-{number}.safetensors" for number in range(60)}
     index = json.dumps({"weight_map": names}).encode()
     server.objects["unet/model.safetensors.index.json"] = index

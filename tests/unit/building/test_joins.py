@@ -7,7 +7,7 @@ import pytest
 import torch
 from comparing import as_bytes
 
-from shmload._building.joins import Joins
+from shmload._building.blocks_maker import Joins
 from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.memory import PAGE_NBYTES

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._checkpoints.chosen_rule import likely_rule
 from shmload._checkpoints.resolve import resolve
+from shmload._checkpoints.rule import likely_rule
 from shmload._checkpoints.wanted import Wanted
 from shmload.errors import (
     ArgumentError,

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from shmload._checkpoints.chosen_rule import rule_for, wanted_dtype
 from shmload._checkpoints.dtypes import parse_dtype
 from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.rule import RAW, Rule
+from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
 from shmload._checkpoints.source import Checkpoint
 from shmload._settings import settings
 from shmload.errors import UnknownDtype

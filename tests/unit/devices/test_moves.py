@@ -5,8 +5,8 @@ import torch
 from devices import LateDevice
 from torch import nn
 
-from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
+from shmload._devices.upload import bring
 
 
 def move(module, runtime_of):

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shmload._devices.arriving import bring
 from shmload._devices.moves import Moves
-from shmload._devices.upload import Upload
+from shmload._devices.upload import Upload, bring
 from shmload._host.descriptors import inode_of
-from shmload._host.pagemap import has_own_pages, is_touched
+from shmload._host.memory import has_own_pages, is_touched
 
 LIMIT = 192 << 10  # three slots of 64 KiB
 

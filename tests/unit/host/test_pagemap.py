@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from shmload._host import pagemap
+from shmload._host import memory
 from shmload._host.descriptors import inode_of
-from shmload._host.memory import PAGE_NBYTES
-from shmload._host.pagemap import has_own_pages, is_touched
+from shmload._host.memory import PAGE_NBYTES, has_own_pages, is_touched
 from shmload._host.procfs import mappings
 
 
@@ -21,12 +20,12 @@ def way(request, monkeypatch):
         def refuse(*_):
             raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 
-        monkeypatch.setattr(pagemap, "_scan", refuse)
+        monkeypatch.setattr(memory, "_scan", refuse)
     elif tuple(map(int, os.uname().release.split(".")[:2])) < (6, 7):
         pytest.skip("this kernel has no PAGEMAP_SCAN")
     else:
         # It does not fall back.
-        monkeypatch.setattr(pagemap, "_is_listed", None)
+        monkeypatch.setattr(memory, "_is_listed", None)
     return request.param
 
 

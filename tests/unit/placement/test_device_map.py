@@ -11,7 +11,7 @@ from placing import block, blocks, flux, leaf, model
 from shmload import ArgumentError, UnknownComponent
 from shmload._placement.device_map import expand, number_patterns, parse_device_map
 from shmload._placement.inventory import parse_inventory
-from shmload._placement.table import print_device_map
+from shmload._placement.placement import print_device_map
 
 INVENTORY = parse_inventory("4x80GiB")
 

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from shmload._checkpoints.source import Source
-from shmload._segments.listing import SegmentInfo
+from shmload._segments.listing import SegmentInfo, describe_user
 from shmload._segments.metadata import Place
 from shmload._segments.models import find_models, select
 from shmload._segments.names import name_prefix
-from shmload._segments.users import describe_user
 
 
 def segment(key, *, root="/m/sd15", component="", **given):
