@@ -167,12 +167,16 @@ class Coordinator:
         self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
 
     def _hear(self, worker: WorkerProcess, *, died: bool) -> None:
-        try:
-            messages = [] if died else list(worker.receive())
-        except (ProtocolError, WorkerError, OSError) as exc:
-            self._replace(worker, WorkerError(f"a worker broke the protocol: {exc}"))
-            return
-        for message in messages:
+        messages = iter(()) if died else worker.receive()
+        while True:
+            try:
+                message = next(messages, None)
+            except (ProtocolError, WorkerError, OSError) as exc:
+                self._replace(worker, WorkerError(f"a worker broke the protocol: {exc}"))
+                return
+            if message is None:
+                break
+            # Before the next one: if that is rubbish, this piece is filled all the same.
             self._take(worker, message)
         if died:
             how = worker.child.how_it_ended()

@@ -186,6 +186,28 @@ def test_worker_that_sends_rubbish_is_an_error_and_no_loop(checkpoint, workers_t
     assert starts() <= 3
 
 
+@pytest.mark.timeout(30)
+def test_piece_that_was_filled_before_rubbish_counts(tmp_path, workers_that, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    wanted = save_in_pieces(path, monkeypatch)
+    starts = workers_that(
+        """
+        from shmload._ipc.frames import to_frame
+        from shmload.workers import main as program
+        from shmload.workers.messages import Filled
+        def send_with_rubbish(channel, message):
+            rubbish = b"\\0\\0\\0\\5hello" if isinstance(message, Filled) and is_first() else b""
+            channel.sendall(to_frame(message) + rubbish)
+        program.send = send_with_rubbish
+        program.serve_parent(program.serve)
+        sys.exit(0)
+        """
+    )
+    state = shmload.load_state_dict(path, torch.bfloat16, verify=True)
+    assert starts() == 2
+    assert torch.equal(state["a"], wanted.bfloat16())
+
+
 def write_alternating(path, count):
     """Write tensors whose neighbours cannot be merged into one run."""
     specs = tuple(
