@@ -9,6 +9,7 @@ program has ended, in whatever way. The server ends last, and gives back what is
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -142,7 +143,9 @@ class Process:
     def kill(self) -> None:
         """Kill it, unless it has ended. One that is not ready ends when it is."""
         if self.pid and not connection.wait([self.sentinel], 0):
-            os.kill(self.pid, signal.SIGKILL)
+            # Its server has seen its end already, and says so next.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
         """Kill it, and say how it ended, such as `SIGKILL`."""

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 from watching import Watched
 
 import shmload
+from shmload.integrations.dataprep.processes import Process
 
 # Else the processes would import this module, and with it torch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -383,3 +385,13 @@ def test_progress_is_shown_when_asked_and_on_terminals(job, capfd):
     assert capfd.readouterr().err == ""
     list(job().map(same, range(10), progress=True))
     assert "10/10" in capfd.readouterr().err
+
+
+def test_process_whose_end_its_server_has_seen_is_not_killed_again():
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    process = object.__new__(Process)
+    process.pid, (process.sentinel, told) = ended.pid, os.pipe()  # told of it next
+    process.kill()
+    os.close(process.sentinel)
+    os.close(told)

@@ -14,7 +14,7 @@ from shmload._cli.main import main
 pytestmark = pytest.mark.libraries
 
 # Of the clock, and of the file that is written behind the last phase.
-_SLACK_S = 0.02
+_SLACK_S = 0.1
 
 
 def _events(path):
