@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -181,9 +182,8 @@ class Witness(shmray.Stage):
         faulthandler.cancel_dump_traceback_later()
 
     def _count(self, record):
-        if "to decode" in record.msg:
-            _, shards, *_ = record.args
-            self._decoded += shards
+        if found := re.search(r": (\d+) shards to decode", record.getMessage()):
+            self._decoded += int(found[1])
 
     def _describe(self):
         with open("/proc/self/maps") as lines:

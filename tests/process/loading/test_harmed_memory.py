@@ -45,10 +45,6 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def open_folder(path):
-    path.parent.chmod(0o770)
-
-
 def remembered():
     """Return all files in the cache, but for locks."""
     files = [path for path in settings().cache_dir.rglob("*") if path.is_file()]
@@ -60,7 +56,7 @@ def test_harmed_stores_are_not_believed_and_are_written_anew(load):
     load()
     assert {path.parent.name for path in remembered()} == _STORES
     # Only root gives files away.
-    for harm in [truncate, open_folder, *([give_away] if os.geteuid() == 0 else [])]:
+    for harm in [truncate, *([give_away] if os.geteuid() == 0 else [])]:
         before = {path: path.stat().st_size for path in remembered()}
         for path in before:
             harm(path)
@@ -68,7 +64,6 @@ def test_harmed_stores_are_not_believed_and_are_written_anew(load):
         for path, nbytes in before.items():
             found = path.stat()
             assert (found.st_uid, found.st_mode & 0o777) == (os.geteuid(), 0o600), harm
-            assert path.parent.stat().st_mode & 0o777 == 0o700, harm
             assert found.st_size > nbytes // 2, (harm, path)
 
 
