@@ -105,11 +105,12 @@ class Running:
         shutil.rmtree(self.folder)
 
     def kill_templates(self):
-        """End the templates, whatever they do."""
+        """End the templates, whatever they do, and wait for their ends: these free their locks."""
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self._is_template(Path(entry.path)):
                     os.kill(int(entry.name), signal.SIGKILL)
+                    wait_until_gone(int(entry.name))
 
     def _is_template(self, process):
         return (
