@@ -93,8 +93,8 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
         kwargs: for `from_pretrained`; changed.
 
     Raises:
-        ArgumentError: a value is not valid, or two of them exclude each other.
-        ArgumentError: a device is not there, as far as `Destination.require_present` tells.
+        ArgumentError: a value is not valid, two of them exclude each other, or a device is not
+            there, as far as `Destination.require_present` tells.
     """
     # It asks for large reads instead of page faults. The workers read so in any case.
     kwargs.pop("disable_mmap", None)

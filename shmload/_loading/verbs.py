@@ -190,7 +190,7 @@ def plan(
 
     Raises:
         SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
-        ArgumentError, ArgumentError, ArgumentError: the device map does not fit the pipeline.
+        ArgumentError: the device map does not fit the pipeline.
         DoesNotFit: the devices are too small; the message says what would fit.
     """
     require_bools(keep=keep)

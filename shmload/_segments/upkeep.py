@@ -41,7 +41,7 @@ def verify(*patterns: str | os.PathLike[str]) -> Segments:
 
     Raises:
         SegmentCorrupt: a segment's bytes are not those that were decoded; names the first.
-        SegmentNotFound, SegmentNotFound: as `evict`.
+        SegmentNotFound: as `evict`.
     """
     sound = []
     for info, error in verify_each(*patterns):
@@ -227,7 +227,7 @@ def unpin(*patterns: str | os.PathLike[str]) -> Segments:
 
     Raises:
         ArgumentError: no pattern is given.
-        SegmentNotFound, SegmentNotFound: as `pin`.
+        SegmentNotFound: as `pin`.
     """
     return _change(patterns, "unpin", Segment.unpin)
 

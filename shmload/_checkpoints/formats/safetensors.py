@@ -41,8 +41,7 @@ def read_header(fd: int, path: str | os.PathLike[str]) -> Header:
         path: what errors call the file.
 
     Raises:
-        ShardMalformed: it is a git-lfs pointer or a web page.
-        ShardMalformed: the header breaks the format.
+        ShardMalformed: the header breaks the format, or it is a git-lfs pointer or a web page.
         ShardTruncated: the file is shorter than its header says.
         ShardUnreadable: the kernel reports an error.
     """
