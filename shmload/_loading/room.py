@@ -3,9 +3,9 @@
 The budget is that of the running service, or SHMLOAD_BUDGET. A load whose segments stay keeps all
 that is resident within it, and evicts what is idle, the least recently used first.
 
-Guarantee: within a budget, what others decode has its length before the next load looks for room, so
-two loads never take the same room. Without one two loads may look at once; the one that finds the
-memory full has an error.
+Guarantee: within a budget, what others decode has its length before the next load looks for room,
+so two loads never take the same room. Without one two loads may look at once; the one that finds
+the memory full has an error.
 """
 
 import contextlib
