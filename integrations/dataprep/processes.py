@@ -11,7 +11,6 @@ program has ended, in whatever way. The server ends last, and gives back what is
 import atexit
 import contextlib
 import functools
-import gc
 import importlib
 import os
 import pickle
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmload._host.changes import forks_wait
+from shmload._host.collector import freeze
 from shmload._ipc.procs import die_with_parent, how_it_ended
 from shmload.errors import JobError
 from shmload.integrations.dataprep.crossing import MEMORY_NBYTES, Memory
@@ -207,7 +207,7 @@ def prepare_server(text: str) -> None:
     leave(signal.SIGHUP, None)
     prepared(setup)
     atexit.register(end_processes)  # the last that is registered is called first
-    gc.freeze()  # or a collection in a forked process would copy every page that it visits
+    freeze()  # or a collection in a forked process would copy every page that it visits
 
 
 @functools.cache

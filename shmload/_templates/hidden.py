@@ -93,7 +93,8 @@ class Hidden(MetaPathFinder):
         # To look at all modules in a program would mean to copy their pages.
         self._names = frozenset(self._all)
         # Never freed: Python would take all of this apart when the program ends, for nothing.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._all))
+        for kept in (self._all, sys.path_importer_cache):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _forget_exits(self) -> None:
         """Have nothing called when Python ends but what modules of Python have registered."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from stat import S_ISSOCK
 from typing import Any
 
+from shmload._host.collector import freeze
 from shmload._host.shm import SHM_DIR
 from shmload._templates.freshness import Freshness
 from shmload._templates.hidden import Hidden
@@ -86,7 +87,7 @@ class Imports:
             _require_fitness(self.descriptors)
             self._freshness.begin()
         gc.collect()
-        gc.freeze()
+        freeze()
         _use_huge_pages()
         signal.alarm(0)
 
