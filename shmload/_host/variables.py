@@ -23,8 +23,8 @@ _NAMES = frozenset({
     "SAGE_ROOT", "TEMP", "TMP", "USER", "USERNAME",
 })  # fmt: skip
 
-READ_LATER = frozenset({"HF_DEACTIVATE_ASYNC_LOAD"})
-"""Read when a model is loaded, not when a library is imported."""
+READ_LATER = frozenset({"HF_DEACTIVATE_ASYNC_LOAD", "HF_TOKEN"})
+"""Read when a model is found or loaded, not when a library is imported."""
 
 
 def is_of_import(variable: str) -> bool:
