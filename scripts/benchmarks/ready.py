@@ -91,20 +91,25 @@ class Programs:
         pairs = (text.split() for text in rest)
         return {**ran.times, **{name: float(value) for name, value in pairs}}
 
-    def template(self, *arguments: str) -> None:
-        """Call `shmload template`."""
-        self.bench.run([_SHMLOAD, "template", *arguments], {})
+    def warm(self, *options: str) -> None:
+        """Start the template of programs with these options of `run`, and wait until it serves."""
+        self.bench.run([_SHMLOAD, "run", "-v", *options, "-m", "shmload", "template", "warm"], {})
+
+    def stop(self) -> None:
+        """End all templates."""
+        self.bench.run([_SHMLOAD, "template", "stop"], {})
 
     def prepare(self, *programs: tuple[str, ...]) -> None:
         """Run programs once, and have a template that has the modules of what they keep.
 
         The next template imports the modules of what they have kept before it serves.
         """
-        self.template("warm")
-        for arguments in programs:
-            self.run(*arguments)
-        self.template("stop")
-        self.template("warm")
+        for *options, name in programs:
+            self.warm(*options)
+            self.run(*options, name)
+        self.stop()
+        for *options, _ in programs:
+            self.warm(*options)
 
 
 @contextlib.contextmanager
@@ -118,7 +123,7 @@ def _programs(bench: Bench) -> Iterator[Programs]:
         try:
             yield programs
         finally:
-            programs.template("stop")
+            programs.stop()
             bench.evict()
 
 
@@ -186,7 +191,7 @@ def measure_redirect(bench: Bench) -> list[Figure]:
 def measure_first_line(bench: Bench) -> list[Figure]:
     """The first line of a program that imports nothing."""
     with _programs(bench) as programs:
-        programs.template("warm")
+        programs.warm()
         ways: dict[str, Way] = {
             "shmload run": partial(programs.run, "-c", _FIRST_LINE),
             "python": partial(programs.python, "-c", _FIRST_LINE),
