@@ -45,7 +45,7 @@ _MAKE_ROOM = "shmload gc; shmload ls"  # `shmload ls` shows what `shmload rm` ca
 
 State = Literal["ok", "warn", "bad"]
 _Judgement = tuple[State, str, str]
-"""The state, what was found, and a command that helps; nobody sees that one of an `ok`."""
+"""The state, what was found, and a command that helps, which is not shown for `ok`."""
 
 
 class Finding(msgspec.Struct, frozen=True):

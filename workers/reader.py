@@ -244,7 +244,7 @@ class Reader:
     def _allow_buffers(self, count: int) -> None:
         """Have so many buffers; they begin on a page, as O_DIRECT needs it."""
         while len(self._buffers) < count:
-            # A group may begin and end within a page, and end a page behind `READ_NBYTES`.
+            # A group need not begin or end on a page, and may exceed `READ_NBYTES` by a page.
             self._buffers.append(memoryview(mmap.mmap(-1, READ_NBYTES + 2 * _PAGE_NBYTES)))
 
     def _start_threads(self) -> "ThreadPoolExecutor":
@@ -257,15 +257,15 @@ class Reader:
 
 
 def _is_one_read(first: Run, end: int, run: Run) -> bool:
-    """Join runs that begin one after the other in the same `READ_NBYTES` of the file."""
+    """Tell whether a run is read with those before it: both begin in one block of the file."""
     is_near = run.source_offset // READ_NBYTES == first.source_offset // READ_NBYTES
-    # An element that lies across the boundary comes with those before it.
+    # The last element may cross the end of the block: it is read whole.
     fits = _nbytes_of(first, run) <= READ_NBYTES + _PAGE_NBYTES
     return run.source_offset >= end and is_near and fits
 
 
 def is_one_range(first: Run, end: int, run: Run) -> bool:
-    """Join runs that follow one another, with small gaps, into ranges of an object."""
+    """Tell whether a run of an object is requested with those before it: the gap is small."""
     is_near = end <= run.source_offset <= end + _MOST_GAP_NBYTES
     return is_near and _nbytes_of(first, run) <= RANGE_NBYTES
 

@@ -128,8 +128,8 @@ def why_not_kept(error: Exception) -> str:
 class _Lenders:
     """The segments that have tensors of an object.
 
-    Inside the block it has leases on those that `find` returned: no process removes them before
-    the object is there.
+    Inside the block it holds leases on the segments that `find` returned, so no process removes
+    them before the object is kept.
     """
 
     def __init__(self) -> None:
@@ -165,9 +165,9 @@ class _Lenders:
         return len(self._needed)
 
     def keep(self) -> tuple[str, ...]:
-        """Make those that are needed resident, and return their names.
+        """Make the segments that the object needs resident, and return their names.
 
-        A shared one would go with its last user.
+        A shared segment would be removed with its last user.
         """
         needed = [segment for inode in self._needed if (segment := self._segments[inode])]
         for segment in needed:

@@ -178,7 +178,7 @@ def _source_of(spec: Any) -> str:
 
 
 def _is_left_out(spec: Any, wanted: Wanted) -> bool:
-    """Tell whether a pipeline was saved without a component, which nobody has asked for by name."""
+    """Tell whether a pipeline was saved without a component that the call does not name."""
     hub = msgspec.structs.replace(wanted.hub, revision=spec.revision)
     return (
         spec.type_hint is None

@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     scores: list[float]
     """Of Unigram: of each word."""
     settings: dict[str, Any]
-    """The model's, but for those that are None."""
+    """The model's settings that are not None."""
     added: list[dict[str, Any]]
     """The tokens that are added to the words."""
 

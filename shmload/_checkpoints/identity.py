@@ -49,10 +49,10 @@ class Identity(msgspec.Struct, frozen=True):
 def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     """Return the identity of a file from its path and what fstat says of it.
 
-    Links to one file, as two snapshots of a hub cache have them, and hard links have one identity.
-    The inode number alone is not enough: ext4 reuses a number at once. A blob in the mirror of a
-    bucket is named by the object's URL, ETag and size; what it holds is a pointer, and each load
-    changes its time.
+    All symbolic and hard links to one file have the same identity, so two snapshots of a hub cache
+    share it. The inode number alone is not enough: ext4 reuses a number at once. A blob in the
+    mirror of a bucket is identified by its name, a digest of the object's URL, ETag and size: the
+    file is only a pointer, and each load changes its times.
     """
     real = os.path.realpath(path)
     # Another user may have given any name to any bytes.

@@ -95,7 +95,7 @@ def _print_status(status: Status | None) -> None:
 def _templates() -> list[look.ListedTemplate]:
     try:
         return look.templates()
-    except OSError:  # nobody can have one there
+    except OSError:  # without this folder there are no templates
         return []
 
 

@@ -94,9 +94,10 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
         return [device for _, device in entries_of(self.device_map)]
 
     def bound(self, source: Source) -> Bound | None:
-        """Return how much of the weights the host holds at a time; None to hold all.
+        """Return the limit on the weights that the host holds at a time; None to hold all of them.
 
-        It holds all if some weights stay there; also, without a limit, if all together are no more.
+        It is None if the map leaves weights on the host, or if no limit was given and the weights
+        are no larger than the limit would be.
 
         Raises:
             ArgumentError: memory of the host is limited, and some weights stay there.

@@ -310,14 +310,14 @@ def bring(
     max_nbytes: int | None = None,
     files: Iterable[tuple[Inode, int]] = (),
 ) -> None:
-    """Copy all bytes of moves, those that a load decodes as they come; blocks until all are there.
+    """Copy the bytes of all moves, and wait until they are there; copy decoded pieces as they come.
 
     Args:
         moves: to be made; the caller commits them.
         load: fills the segments that some of them lie in. If it is bounded, it gets its memory back
             behind the copy.
         max_nbytes: limit for the slots, in bytes.
-        files: those that the moves' bytes lie in, as far as they are known, as for `Files`.
+        files: the files that the bytes lie in, as far as they are known, as for `Files`.
 
     Raises:
         ShmloadError: the load failed.

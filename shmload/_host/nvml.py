@@ -29,7 +29,7 @@ def free_nbytes(uuids: Iterable[str]) -> dict[str, int]:
         uuids: as CUDA has them, without the prefix `GPU-`.
 
     Returns:
-        Those that the library knows. None of them where there is no library or no driver for it.
+        The devices that NVML knows; empty without the library or its driver.
     """
     with _library() as library:
         if library is None:

@@ -66,8 +66,8 @@ class Load:
         progress: counts the bytes.
         parent_is_busy: the caller needs a core while the load decodes.
         workers: number of worker processes; None for the number in the settings.
-        bound: how much of what is not resident the host holds at a time, for a private load whose
-            pieces are given back; None for all.
+        bound: the most that the host holds at a time of the weights that are decoded. Only for a
+            private load, whose caller frees each piece after its copy. None for no limit.
         may_link: as for `Holdings`.
 
     Raises:

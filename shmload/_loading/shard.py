@@ -68,7 +68,7 @@ class OpenShard(Descriptor):
         component: its name in the pipeline, or empty.
         path: of the shard.
         rule: the dtypes its tensors get.
-        keep: make its segment resident.
+        keep: its segment will be resident, so it is decoded even if the library could map the file.
         place: where its segment belongs.
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 

@@ -25,7 +25,7 @@ from shmload._segments.view import Mirror, absolute, mirror
 from shmload.errors import ArgumentError, ViewRefused
 
 MARKER = ".shmload-view"
-"""The file that says that a directory is a view directory; it names those that are no links."""
+"""The file that marks a view directory; it names the files there that are not links."""
 # What transformers calls the dtype of a model in its configuration, now and before.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _CONFIG = "config.json"

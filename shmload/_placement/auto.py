@@ -40,7 +40,7 @@ class Cost(NamedTuple):
     cuts: int
     """Places in which activations pass to another device, of one forward of each component."""
     fullest: float
-    """The largest share of a device's room that is taken by weights, and by those that pass."""
+    """The largest share of a device's room that its weights and passing weights take."""
 
 
 class _Block(NamedTuple):
@@ -121,7 +121,7 @@ class _Plan(NamedTuple):
 
     cost: Cost
     spots: Sequence[_Spot]
-    """Of all components but those that wait whole."""
+    """The places of all components, without components that wait on the host as a whole."""
     passing_nbytes: int
     """The most that passes of what waits at a time, in bytes."""
 

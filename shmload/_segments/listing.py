@@ -94,8 +94,8 @@ def segments() -> Segments:
     """List this user's resident segments, oldest first.
 
     A segment that is evicted during the listing is left out. Printed, and in a notebook, the list
-    is the table of `shmload ls --long`. If some have no lease, the mappings of this user's
-    processes are read: 0.1 to 1 ms for each process.
+    is the table of `shmload ls --long`. If a segment has no lease, this reads which segments this
+    user's processes have mapped, which takes 0.1 to 1 ms for each process.
     """
     found = segments_by_lock()
     used = users_of(info.name for info in found if not info.is_leased)
@@ -106,7 +106,7 @@ def segments() -> Segments:
 
 
 def segments_by_lock() -> list[SegmentInfo]:
-    """List them as `segments` does, without a look at mappings: only a lease counts as use."""
+    """List the segments, oldest first; a segment is in use only if it has a lease."""
     found = []
     for segment in open_segments():
         # Hold no lock here: a process releasing the last lease would mistake it for another.

@@ -7,8 +7,8 @@ shmload-UID-mode.part       empty; locked by the process that changes a segment'
 shmload-UID-service.part    what the running service says of itself; locked by it
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint
 
-The last three files are there only while a process holds their lock. What a dead process leaves of
-one goes as its parts do.
+The room, mode and service files exist only while a process holds their lock. If that process dies,
+they are removed as leftover parts are.
 """
 
 import contextlib

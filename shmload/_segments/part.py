@@ -64,18 +64,18 @@ class Part(Descriptor):
             raise removed(part_name(self.name))
         write_at(self.fd, digest.encode(), DIGEST_OFFSET)
         mark = SHARED if stay is Stay.SHARED else PINNED if is_pinned else 0
-        if mark:  # before it gets its name: if this process dies in between, the name must go too
+        if mark:  # before the rename: if this process dies after it, the mode tells who removes it
             os.fchmod(self.fd, 0o600 | mark)
         if stay is Stay.PRIVATE:
             if is_mine:
                 shm_unlink(part_name(self.name))
         else:
             shm_rename(part_name(self.name), self.name)
-        # Not earlier: if this process dies before the rename, the next builder must write to it.
+        # After the rename: if this process dies before it, the next builder must be able to write.
         os.fchmod(self.fd, READ_ONLY | mark)
         try_lock(self.fd, exclusive=False)
         self._is_published = True
-        # The part keeps the number: another thread may be about to map it through the part.
+        # The part keeps the descriptor's number: another thread may be mapping it by that number.
         return Segment(self.name, self.fd)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Part(Descriptor):
         if fd >= 0:
             if is_named(fd, part_name(self.name)):
                 shm_unlink(part_name(self.name))
-            close(fd)  # and unlock it: a mapping that is still around would keep the lock
+            close(fd)  # this also unlocks it, which a mapping that is left would prevent
 
 
 def _make_nameless(name: str) -> int:

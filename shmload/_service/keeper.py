@@ -151,7 +151,7 @@ def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[st
     if nbytes > budget:
         yield (
             f"{format_nbytes(nbytes)} are resident already, more than the budget of "
-            f"{format_nbytes(budget)}; the excess goes as soon as nobody uses it"
+            f"{format_nbytes(budget)}; the excess goes as soon as no process uses it"
         )
 
 

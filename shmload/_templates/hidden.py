@@ -176,7 +176,7 @@ class Hidden(MetaPathFinder):
             sys.modules.update({n: m for n, m in self.modules.items() if n not in sys.modules})
             _change(self._changes)
             self._register(False)
-            for name in self._loggers:  # a program disables those that there are
+            for name in self._loggers:  # `logging.config` disables the loggers that exist
                 vars(logging.root.manager.loggerDict[name])["disabled"] = False
             if self.said and sys.stderr:
                 sys.stderr.write(self.said.decode(errors="replace"))

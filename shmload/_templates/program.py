@@ -27,7 +27,7 @@ from shmload._templates.caller import Doubt, run_plainly, start_for_the_next, wo
 from shmload._templates.hidden import Hidden
 from shmload._templates.messages import Call, Program, call_of
 
-# The caller answers at once; one that does not say anything delays nobody.
+# How long to wait for the caller, which answers at once.
 _TIMEOUT_S = 5.0
 Birth = tuple[Callable[[], Any], Callable[[], None]]
 _RUN_MODULE: Any = vars(runpy)["_run_module_as_main"]

@@ -26,7 +26,7 @@ FORWARDED = sorted(
        signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS,
        signal.SIGTRAP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH}
 )  # fmt: skip
-"""All but those that the kernel sends for a fault, and those that a terminal sends to a group."""
+"""All signals but those for faults, and those that a terminal sends to a group."""
 
 # A template says at once how a program has ended, or is stopped, or gone.
 _TIMEOUT_S = 1.0

@@ -32,7 +32,8 @@ _VERSION = 1
 _MODULE = "shmload._checkpoints.formats.describer"
 # Files that this process keeps answers for.
 _MOST_KEPT = 256
-# Four names for one embedding give T5-small 1.8 times its bytes.
+# The most that the segment may be larger than the file, in which tensors may share bytes: T5-small
+# has four names for one embedding, so its segment is 1.8 times as large. Small ones are allowed.
 _MOST_TIMES = 4
 _ALWAYS_NBYTES = 64 << 20
 
@@ -67,7 +68,7 @@ def read_described(fd: int, module: str, package: str) -> Header:
             raise NotDescribed(wrong)
         if not 0 <= tensor.begin <= tensor.end <= nbytes:
             raise NotDescribed(f"tensor {tensor.name!r} does not lie inside the file")
-    # A segment has bytes for each tensor. Here a few bytes may stand for tensors of any size.
+    # A segment has bytes for each tensor; in the file, tensors of any size may share a few bytes.
     if header.data_nbytes > max(_MOST_TIMES * nbytes, _ALWAYS_NBYTES):
         apart = format_nbytes(header.data_nbytes)
         raise NotDescribed(f"its tensors share bytes, and take {apart} apart")
