@@ -62,6 +62,8 @@ def serve(known: Collection[str]) -> Birth:
         time.sleep(0.01)
     else:
         os._exit(0)  # another one starts at the same time
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(place.socket_of(key))  # of one that was killed: this one does not serve yet
     place.write_note(key, "failed", "the template has ended while it imported the libraries")
     pid = os.getpid()
     try:
@@ -162,8 +164,6 @@ class Template:
         if terminal:
             self._poll.register(self._leader, select.POLLIN)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
         self._listener.bind(self._path)
         self._listener.listen(64)
         self._listener.setblocking(False)

@@ -191,6 +191,18 @@ def test_program_goes_on_without_its_template(start, template):
     assert caller.returncode == 255  # nobody can say more
 
 
+def test_template_after_a_killed_one_is_not_ready_before_it_serves(running, template, library):
+    os.kill(template, signal.SIGKILL)  # it leaves its socket
+    wait_until_gone(template)
+    gate = running.folder / "gate"
+    os.mkfifo(gate)
+    library.write_text(f"open({str(gate)!r}).read()\n")
+    run(running, "-c", "print(1)")  # starts another
+    with gate.open("w"):  # which imports the library now
+        assert "starting" in running.shmload("template", "ls").stdout
+    running.kill_templates()
+
+
 @pytest.mark.slow
 def test_stopped_template_costs_a_second(running, template):
     os.kill(template, signal.SIGSTOP)
