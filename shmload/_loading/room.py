@@ -3,9 +3,9 @@
 The budget is that of the running service, or SHMLOAD_BUDGET. A load whose segments stay keeps all
 that is resident within it, and evicts what is idle, the least recently used first.
 
-Guarantee: within a budget, what others decode has its length before the next load looks for room,
-so two loads never take the same room. Without one two loads may look at once; the one that finds
-the memory full has an error.
+Guarantee: one load at a time looks for room, and what it is to decode has its length before the
+next one looks. So two loads never take the same room. Only where a process was stopped in its turn,
+a load without a budget goes on after some seconds.
 """
 
 import contextlib
@@ -22,13 +22,16 @@ from shmload._segments.removal import remove_if_free
 from shmload._service.notice import service_budget, service_status
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import CapacityError
+from shmload.errors import CapacityError, SegmentUntrusted, SharedMemoryFull
 
 logger = logger_of(__name__)
 
 # A wait that is shorter is not worth a message, in seconds.
 _QUIET_S = 1.0
 _POLL_S = 0.05
+# A turn takes milliseconds; up to a second if the mappings of many processes are read in it.
+_TURN_S = 10.0
+_TURN_POLL_S = 0.005
 # How long nothing may be decoded before a load is refused, in seconds. A load that has ended gives
 # its leases back slightly later, and a process that lists segments holds each briefly.
 _SETTLE_S = 0.5
@@ -61,16 +64,40 @@ def made_room(
         CapacityError: leased and pinned segments leave too little room.
         DecodeCancelled: `is_cancelled` was true.
     """
-    if nbytes and budget:
-        with _room_within(budget, nbytes, is_cancelled) as evicted:
-            yield evicted
-        return
     gone: list[SegmentInfo] = []
-    try:
-        require_room(nbytes)
-    except CapacityError:
-        gone = evict_for(nbytes)
-    yield gone
+    if not nbytes:
+        yield gone
+    elif budget:
+        with _room_within(budget, nbytes, is_cancelled) as gone:
+            yield gone
+    else:
+        with _turn(is_cancelled):
+            try:
+                require_room(nbytes)
+            except CapacityError:
+                gone = evict_for(nbytes)
+            yield gone
+
+
+@contextlib.contextmanager
+def _turn(is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Be the only load that looks for room; go on without that if it cannot be.
+
+    Raises:
+        DecodeCancelled: `is_cancelled` was true.
+    """
+    ends_at = time.monotonic() + _TURN_S
+    while not is_cancelled():
+        with contextlib.ExitStack() as turn:
+            try:
+                is_mine = turn.enter_context(try_turn("room"))
+            except (SegmentUntrusted, SharedMemoryFull):  # another user's, or no inode is left
+                is_mine = True
+            if is_mine or time.monotonic() > ends_at:
+                yield
+                return
+        time.sleep(_TURN_POLL_S)
+    raise DecodeCancelled
 
 
 @contextlib.contextmanager

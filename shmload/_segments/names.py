@@ -2,7 +2,7 @@
 
 shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
-shmload-UID-room.part       empty; locked by the load that looks for room in SHMLOAD_BUDGET
+shmload-UID-room.part       empty; locked by the load that looks for room
 shmload-UID-mode.part       empty; locked by the process that changes a segment's mode
 shmload-UID-service.part    what the running service says of itself; locked by it
 shmload-UID-view-RANDOM     a view: a directory that looks like a checkpoint

@@ -14,6 +14,7 @@ from doors import refusal
 from safetensors.torch import load_file
 
 import shmload
+from shmload._segments.names import lock_name
 
 SHM = Path("/dev/shm")
 
@@ -97,7 +98,7 @@ def test_load_that_needs_a_squatted_name_is_refused(
 def test_private_load_does_without_squatted_names(
     checkpoint, planned, evicts, victim, untouched, squat, caplog
 ):
-    names = [planned.segment, planned.segment + ".part"]
+    names = [planned.segment, planned.segment + ".part", lock_name("room")]
     for name in names:
         squat(SHM / name, victim)
     expected = load_file(checkpoint)["a"].bfloat16()

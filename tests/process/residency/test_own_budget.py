@@ -9,8 +9,9 @@ from warming import SHM
 
 import shmload
 from shmload._loading import room
+from shmload._segments.eviction import Budget
 from shmload._segments.layout import Layout
-from shmload._segments.names import lock_name
+from shmload._segments.names import lock_name, try_turn
 from shmload._segments.part import acquire
 from shmload.errors import SharedMemoryFull
 
@@ -123,3 +124,33 @@ def test_budget_of_the_service_rules_where_one_runs(service, shards, configure):
     for path in shards:
         shmload.warm(path, dtype="bfloat16")
     assert len(resident()) == 4
+
+
+@pytest.mark.parametrize("limit", [None, Budget(1 << 40, "a budget", "raise it")])
+def test_one_load_at_a_time_looks_for_room(limit):
+    asked, seen = threading.Event(), []
+
+    def ask():
+        asked.set()
+        return False
+
+    def look():
+        with room.made_room(1 << 20, limit, ask):
+            seen.append("room")
+
+    second = threading.Thread(target=look)
+    with room.made_room(1 << 20, limit, ask):
+        second.start()
+        for _ in range(3):
+            asked.clear()
+            assert asked.wait(10)
+        assert seen == []  # what the first is to decode has no length yet
+    second.join()
+    assert seen == ["room"]
+
+
+def test_load_without_a_budget_waits_for_no_stopped_process(shards, monkeypatch):
+    monkeypatch.setattr(room, "_TURN_S", 0.1)
+    with try_turn("room") as is_mine:
+        assert is_mine
+        assert shmload.load_state_dict(shards[1], "bfloat16")["weight"].eq(1).all()
