@@ -93,7 +93,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             yield SHARED if self.route.may_stream else SHARED._replace(gives_up_on=())
         destination = self.route.destination
         may_be = destination if self.route.may_stream else None
-        yield Way(self.options.stay, may_be.bound(self.source) if may_be else None)
+        bound = may_be.bound(self.source, self.options.workers) if may_be else None
+        yield Way(self.options.stay, bound)
 
     def _go(self, way: Way, *, is_cast: bool = True) -> Any:
         """Load by a way; once more without conversion if the segments have the wrong dtypes.

@@ -93,11 +93,15 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
             return []
         return [device for _, device in entries_of(self.device_map)]
 
-    def bound(self, source: Source) -> Bound | None:
+    def bound(self, source: Source, workers: int | None = None) -> Bound | None:
         """Return the limit on the weights that the host holds at a time; None to hold all of them.
 
         It is None if the map leaves weights on the host, or if no limit was given and the weights
         are no larger than the limit would be.
+
+        Args:
+            source: what is loaded.
+            workers: number of worker processes; None for the number in the settings.
 
         Raises:
             ArgumentError: memory of the host is limited, and some weights stay there.
@@ -110,7 +114,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
                     "device_map='cuda'"
                 )
             return None
-        bound = bound_of(worker_count(parent_is_busy=False), self.max_host_nbytes)
+        bound = bound_of(workers or worker_count(parent_is_busy=False), self.max_host_nbytes)
         is_worth_while = sum(os.stat(each).st_size for each in source.shards) > bound.ahead_nbytes
         return bound if is_worth_while or self.max_host_nbytes is not None else None
 

@@ -17,8 +17,10 @@ import shmload
 from shmload._building import placing, rules
 from shmload._building.build import Build
 from shmload._checkpoints.rule import Rule
+from shmload._checkpoints.source import Checkpoint, Source
 from shmload._decoding.allowance import Bound
 from shmload._devices import destination
+from shmload._devices.destination import Destination
 from shmload._runtimes.runtime import Runtime
 
 pytestmark = pytest.mark.libraries
@@ -92,6 +94,17 @@ def test_limit_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
 
 
 # What only the build finds out --------------------------------------------------------------------
+
+
+def test_number_of_workers_bounds_what_the_host_holds(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    source = Source(
+        given=path, root=path, checkpoints=(Checkpoint(folder=tmp_path, shards=(path,)),)
+    )
+    ahead = [Destination(device_map="cuda").bound(source, workers) for workers in (1, 4)]
+    assert 4 * ahead[0].ahead_nbytes == ahead[1].ahead_nbytes
 
 
 @pytest.fixture
