@@ -252,6 +252,7 @@ class Load:
             raise
         if is_mine:
             self._prepare([shard])
+            self._progress.expect(shard.plan.read_nbytes)
             self._decode([shard])
 
     def _prepare(self, shards: list[OpenShard]) -> None:

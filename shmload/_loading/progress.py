@@ -63,17 +63,26 @@ class Progress:
 
     def start(self, total: int) -> None:
         """Set the number of bytes in all, and count again from zero."""
-        self._total, self._done = total, 0
+        self._total = self._done = 0
         self._began_at = time.monotonic()
         self._line_at = self._began_at + _LINE_INTERVAL_S
         if self._bar is not None:
-            self._bar.reset(total)
-        elif self._has_bar and total:
-            from tqdm import tqdm  # takes 30 ms, which a load without a bar need not pay
+            self._bar.reset(0)
+        self.expect(total)
 
-            self._bar = tqdm(
-                total=total, desc=self.title, unit="B", unit_scale=True, unit_divisor=1024
-            )
+    def expect(self, more: int) -> None:
+        """Raise the number of bytes in all."""
+        with self._lock:
+            self._total += more
+            if self._bar is not None:
+                self._bar.total = self._total
+                self._bar.refresh()
+            elif self._has_bar and more:
+                from tqdm import tqdm  # takes 30 ms, which a load without a bar need not pay
+
+                self._bar = tqdm(
+                    total=more, desc=self.title, unit="B", unit_scale=True, unit_divisor=1024
+                )
 
     def add(self, nbytes: int) -> None:
         """Count bytes, up to the number in all: a piece that is read twice counts once."""

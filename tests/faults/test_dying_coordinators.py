@@ -11,6 +11,7 @@ from warming import CHILD, TENSORS, begun
 from watching import Watched, users_of, workers_of
 
 import shmload
+from shmload._segments.part import Awaited, acquire
 
 
 @pytest.mark.parametrize("how", ["warm", "load"])
@@ -46,6 +47,16 @@ def test_memory_of_a_killed_process_goes_with_it(tmp_path, child, shm_names):
     assert users_of(part) == {holder.pid}
     holder.end()
     assert users_of(part) == set()
+
+
+def test_part_that_is_taken_over_counts_as_progress(large, evicts, monkeypatch):
+    (planned,) = shmload.plan(large, torch_dtype="bfloat16", keep=True).shards
+    part = acquire(planned.segment)
+    wait, seen = Awaited.wait, []
+    # Its builder gives it up once the load waits.
+    monkeypatch.setattr(Awaited, "wait", lambda *args: part.close() or wait(*args))
+    shmload.warm(large, torch_dtype="bfloat16", progress=lambda *numbers: seen.append(numbers))
+    assert seen[-1] == (planned.read_nbytes, planned.read_nbytes)
 
 
 # Forks a child that inherits all descriptors: the workers' sockets, but not the part's lock.

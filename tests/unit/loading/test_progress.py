@@ -23,7 +23,9 @@ def test_callback_never_sees_more_than_all():
         progress.add(6)  # a piece whose worker died is read twice
         progress.start(4)
         progress.add(1)
-    assert seen == [(6, 10), (10, 10), (1, 4)]
+        progress.expect(5)  # a part whose builder died is decoded here
+        progress.add(8)
+    assert seen == [(6, 10), (10, 10), (1, 4), (9, 9)]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def test_bar_is_shown_on_a_terminal_or_on_request(monkeypatch, report, is_termin
     stderr.isatty = lambda: is_terminal
     monkeypatch.setattr("sys.stderr", stderr)
     with Progress(report, "model") as progress:
-        progress.start(100)
+        progress.start(0)  # another process decodes
+        progress.expect(100)
         progress.add(100)
     assert ("model" in stderr.getvalue()) == has_bar
