@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from shmload._host.descriptors import try_lock, unlock
+from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
 from shmload._segments.listing import publications_by_segment, segments_by_lock
@@ -26,6 +26,8 @@ logger = logger_of(__name__)
 
 
 _LOCK_POLL_S = 0.02
+# A listing holds a lock for microseconds; it may lose its core meanwhile.
+_LISTING_S = 1.0
 # A process that removes segments holds their locks while it reads all mappings, in seconds.
 _REMOVAL_S = 2.0
 # Each takes a descriptor; for each batch the mappings of all processes are read.
@@ -122,16 +124,11 @@ def remove_idle(
     return look
 
 
-def remove_if_free(name: str, condition: Condition = lambda segment: True) -> bool:
-    """Remove a part or segment unless a process holds it; return whether it was removed.
-
-    Args:
-        name: of it.
-        condition: whether it is to go, whatever was seen earlier.
-    """
+def remove_if_free(name: str) -> bool:
+    """Remove a part or segment unless a process holds it; return whether it was removed."""
 
     def remove(segment: Segment) -> bool:
-        is_over = _is_free(segment) and condition(segment)
+        is_over = _is_free(segment)
         if is_over:
             shm_unlink(name)
         return is_over
@@ -142,9 +139,19 @@ def remove_if_free(name: str, condition: Condition = lambda segment: True) -> bo
 def remove_if_unused(name: str) -> bool:
     """Remove a shared segment unless a process holds it; return whether it was removed.
 
-    A segment that has been made resident stays.
+    A segment that has been made resident stays. A listing holds its lock for a moment: that is
+    waited for, or the last lease would leave the name behind.
     """
-    return remove_if_free(name, _is_shared)
+
+    def remove(segment: Segment) -> bool:
+        # Each of several that release it lets go of its shared lock when it asks for the other.
+        wait_lock(segment.fd, exclusive=False, timeout_s=_LISTING_S)
+        is_last = _is_free(segment) and segment.is_shared
+        if is_last:
+            shm_unlink(name)
+        return is_last
+
+    return bool(_ask(name, remove))
 
 
 def is_free(name: str) -> bool:

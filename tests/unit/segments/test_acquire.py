@@ -1,20 +1,23 @@
 """`acquire` and `attach` return what a name refers to, even if another process acts in between."""
 
 import mmap
+import time
 
 import pytest
 
 from shmload._checkpoints.header import Header
+from shmload._host.descriptors import try_lock
 from shmload._host.shm import is_named, shm_unlink
+from shmload._segments import lease, removal
 from shmload._segments import part as building
-from shmload._segments import removal
 from shmload._segments import segment as attaching
 from shmload._segments.layout import lay_out
+from shmload._segments.lease import Lease
 from shmload._segments.metadata import Metadata
 from shmload._segments.names import part_name
 from shmload._segments.part import Awaited, Part, acquire
 from shmload._segments.removal import remove_idle, remove_if_free
-from shmload._segments.segment import Segment, Stay, attach
+from shmload._segments.segment import Segment, Stay, attach, peek
 
 DIGEST = "1" * 32
 LAYOUT = lay_out(
@@ -104,3 +107,15 @@ def test_name_that_is_another_segments_before_the_lock_is_taken_is_not_removed(n
     assert not remove_if_free(name)
     with attach(name) as found:
         assert found.has_name
+
+
+def test_last_lease_that_ends_while_the_segment_is_listed_removes_it(name, before, shm_names):
+    part = acquire(name)
+    part.prepare(LAYOUT)
+    with part.publish(DIGEST, Stay.SHARED) as segment:
+        last = Lease(segment)
+    listed = peek(name)
+    before(lease, "remove_if_unused", lambda: try_lock(listed.fd, exclusive=True))
+    before(time, "sleep", listed.close)  # in the wait for that lock
+    last.close()
+    assert shm_names() == []
