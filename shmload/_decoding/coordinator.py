@@ -30,11 +30,7 @@ from shmload._host.limits import no_memory
 from shmload._segments.pieces import Run, combine_digests, range_of
 from shmload._settings import settings
 from shmload._wording import logger_of
-from shmload.errors import (
-    ProtocolError,
-    ShmloadError,
-    WorkerError,
-)
+from shmload.errors import ProtocolError, WorkerError
 from shmload.workers.messages import BytesRead, Failed, Fill, Filled, FromWorker
 
 logger = logger_of(__name__)
@@ -172,7 +168,7 @@ class Coordinator:
             try:
                 message = next(messages, None)
             except (ProtocolError, WorkerError, OSError) as exc:
-                self._replace(worker, WorkerError(f"a worker broke the protocol: {exc}"))
+                self._replace(worker, f"a worker broke the protocol: {exc}")
                 return
             if message is None:
                 break
@@ -182,20 +178,15 @@ class Coordinator:
             how = worker.child.how_it_ended()
             if worker.child.has_exited and worker.lacked_memory:  # so would the next one
                 raise no_memory(self._path_of(worker) or self._jobs[0].path)
-            if not worker.is_ready:
-                error = worker.start_failure()
-                if worker.child.has_exited:  # so would the next one
-                    raise error
-                self._replace(worker, error, how)
-                return
-            path = self._path_of(worker) or "nothing"
-            hint = "; perhaps the kernel ran out of memory, see dmesg" if how == "SIGKILL" else ""
-            text = f"a worker died ({how}) while it decoded {path}, twice{hint}"
-            self._replace(worker, WorkerError(text, path=path, how=how), how)
+            if not worker.is_ready and worker.child.has_exited:  # so would the next one
+                raise worker.start_failure()
+            hint = "perhaps the kernel ran out of memory, see dmesg" if how == "SIGKILL" else ""
+            when = "" if worker.is_ready else " before it was ready"
+            self._replace(worker, f"a worker died ({how}){when}", hint, how)
 
-    def _path_of(self, worker: WorkerProcess) -> str | os.PathLike[str]:
-        """Return the shard that a worker reads; empty if it has nothing to do."""
-        return self._jobs[worker.pieces[0][0]].path if worker.pieces else ""
+    def _path_of(self, worker: WorkerProcess) -> str | os.PathLike[str] | None:
+        """Return the shard that a worker reads; None if it has nothing to do."""
+        return self._jobs[worker.pieces[0][0]].path if worker.pieces else None
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
@@ -247,22 +238,24 @@ class Coordinator:
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
             if worker.pieces and is_silent and not worker.has_news():
-                path = self._path_of(worker)
-                text = (
-                    f"no progress on {path} in {self._stall_timeout_s:g} s, twice; check the disk "
-                    "it is on or raise SHMLOAD_STALL_TIMEOUT_S"
-                )
-                self._replace(worker, WorkerError(text, path=path))
+                what = f"a worker made no progress in {self._stall_timeout_s:g} s"
+                remedy = "check the disk it is on or raise SHMLOAD_STALL_TIMEOUT_S"
+                self._replace(worker, what, remedy)
 
-    def _replace(self, worker: WorkerProcess, error: ShmloadError, how: str = "") -> None:
-        """Replace a broken worker, or raise `error` if its piece was tried before.
+    def _replace(self, worker: WorkerProcess, what: str, remedy: str = "", how: str = "") -> None:
+        """Replace a broken worker.
 
         Args:
             worker: the worker.
-            error: what is wrong with it.
+            what: what is wrong with it.
+            remedy: what may help.
             how: how its process ended, if it did by itself.
+
+        Raises:
+            WorkerError: its piece was tried before, or all workers were lost one after the other.
         """
         path = self._path_of(worker)
+        doing = f" while it decoded {path}" if path else ""
         for fileobj in (worker.channel, worker.child.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
@@ -276,14 +269,12 @@ class Coordinator:
                 self._allowance.give_back(_nbytes_of(self._jobs[shard].pieces[piece]))
         self._lost_in_a_row += 1
         is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
-        if is_hopeless or (tried and self._attempts[tried] >= _MAX_ATTEMPTS):
-            raise error
-        logger.warning(
-            "a worker was lost (%s%s)%s; its pieces go to another",
-            type(error).__name__,
-            f", {how}" if how else "",
-            f" while it decoded {path}" if path else "",
-        )
+        is_tried = tried and self._attempts[tried] >= _MAX_ATTEMPTS
+        if is_tried or is_hopeless:
+            often = "twice" if is_tried else f"the last of {self._lost_in_a_row} in a row"
+            text = f"{what}{doing}, {often}{'; ' * bool(remedy)}{remedy}"
+            raise WorkerError(text, path=path, how=how)
+        logger.warning("%s%s; its pieces go to another", what, doing)
         self._waiting.extendleft(reversed(worker.pieces))
         self._feed_all()
         if self._waiting or not self._workers:

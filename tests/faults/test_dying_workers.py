@@ -31,8 +31,7 @@ def test_worker_killed_once_is_replaced(checkpoint, workers_that, caplog, worker
     assert 2 <= starts() <= workers + 1
     (line,) = caplog.messages
     assert line == (
-        f"a worker was lost (WorkerError, SIGKILL) while it decoded {checkpoint}; its pieces go to "
-        "another"
+        f"a worker died (SIGKILL) while it decoded {checkpoint}; its pieces go to another"
     )
 
 
@@ -134,7 +133,9 @@ def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that,
 @decoding_door
 def test_worker_killed_each_time_it_starts_is_an_error(checkpoint, workers_that, door):
     starts = workers_that("os.kill(os.getpid(), signal.SIGKILL)")
-    refusal(door, checkpoint, shmload.WorkerError, "SIGKILL")
+    said = r"a worker died (SIGKILL) before it was ready, the last of 2 in a row; perhaps"
+    error = refusal(door, checkpoint, shmload.WorkerError, said)
+    assert error.path is None
     assert starts() == 2
 
 
