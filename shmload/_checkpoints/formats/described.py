@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from shmload._checkpoints.formats.describer import (
     Answer,
     Describe,
+    Described,
     Refused,
     decode_answer,
 )
@@ -28,7 +29,7 @@ from shmload._wording import format_nbytes
 from shmload.errors import LibraryError, ProtocolError
 
 # To be increased when files are described in another way.
-_VERSION = 1
+_VERSION = 2
 _MODULE = "shmload._checkpoints.formats.describer"
 # Files that this process keeps answers for.
 _MOST_KEPT = 256
@@ -99,17 +100,18 @@ def describe_all(fds: Sequence[int], module: str, package: str) -> list[Answer]:
         for fd in fds:
             facts = (_VERSION, module, library, Fingerprint.of(os.fstat(fd)))
             memo = Memo[Answer]("headers", Answer, facts)  # type: ignore[arg-type]  # a union
-            answer = _kept.get(facts) or memo.read()
+            known = answer = _kept.get(facts) or memo.read()
             if answer is None:
                 try:
                     process = process or ending.enter_context(contextlib.closing(_start()))
                     answer = _ask(process, module, fd)
                 except (OSError, EOFError, ProtocolError) as exc:
-                    answers.append(Refused(_why_no_answer(process, exc)))
+                    answer = Refused(_why_no_answer(process, exc), is_lasting=False)
                     process = None
-                    continue
-                memo.write(answer)
-            _keep(facts, answer)
+            if isinstance(answer, Described) or answer.is_lasting:
+                _keep(facts, answer)
+                if known is None:
+                    memo.write(answer)
             answers.append(answer)
     return answers
 

@@ -44,6 +44,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     """The library refuses the file, or has not said where its tensors lie."""
 
     why: str
+    is_lasting: bool = True
+    """Whether it will say so each time; torch raises a `RuntimeError` also for a lack of memory."""
 
 
 Answer = Described | Refused
@@ -82,7 +84,8 @@ def _answer(module: str, path: str) -> Answer:
     except (MemoryError, OSError):  # says nothing of the file: this process ends
         raise
     except Exception as exc:  # whatever a library raises for a damaged file
-        return Refused(next(iter(str(exc).splitlines()), type(exc).__name__))
+        why = next(iter(str(exc).splitlines()), type(exc).__name__)
+        return Refused(why, is_lasting=not isinstance(exc, RuntimeError))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf_files import content, entry, front, padded, pair
 
-from shmload._checkpoints.formats import described
+from shmload._checkpoints.formats import described, describer, gguf
 from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
 from shmload._checkpoints.formats.describer import Described
 from shmload._host.descriptors import Descriptor
@@ -111,3 +111,21 @@ def test_tensors_that_share_far_more_bytes_than_there_are(opened, monkeypatch):
     shared = padded(front(9) + entries) + bytes(256)
     with pytest.raises(NotDescribed, match=r"share bytes, and take 2\.25 KiB apart"):
         read_described(opened(shared), "gguf", "gguf")
+
+
+@pytest.mark.usefixtures("forgets")
+def test_refusal_for_a_lack_of_memory_is_not_remembered(opened, monkeypatch, configure, tmp_path):
+    configure(cache_dir=tmp_path)
+    fd = opened(content(_TENSORS))
+    # In this process, so that the library can be made to fail.
+    answer = lambda process, module, fd: describer._answer(module, f"/proc/self/fd/{fd}")  # noqa: E731
+    monkeypatch.setattr(described, "_ask", answer)
+
+    def lacks_memory(path):
+        raise RuntimeError("unable to mmap 100 bytes from file: Cannot allocate memory (12)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "describe", lacks_memory)
+        with pytest.raises(NotDescribed, match="Cannot allocate memory"):
+            read_described(fd, "gguf", "gguf")
+    assert len(read_described(fd, "gguf", "gguf").tensors) == 2
