@@ -7,7 +7,7 @@ Run it once a release, and with the oldest libraries (their own tag of diffusers
 Of each family the first class is taken that can be made tiny (`tiny_families`); `--classes` takes
 all. It is saved with seeded weights. One process loads it by shmload and keeps it. Another one, of
 an interpreter with other hashes, recalls it, loads the directory with diffusers alone, and compares
-both, object by object (tests/support/sameness.py), and what their tokenizers make of texts.
+both as the tests do (tests/support/comparing.py), and what their tokenizers make of texts.
 
 It prints a line for each pipeline: how much of it was kept, and whether what was recalled is equal
 or where it differs first. Exit code 1: one differs, or could not be recalled. Families that cannot
@@ -38,31 +38,6 @@ _LONGEST = 300
 """Of a reason, in letters."""
 WHOLE = "whole"
 """The level of a pipeline that is kept with all its parts."""
-
-# What may differ, and why.
-_LEFT_OUT: dict[str, str] = {}
-_UNORDERED = {
-    "_use_default_values": "diffusers makes this list of a set of texts: its order is of a process",
-}
-_NUMBERED = dict.fromkeys(
-    (
-        f"_{kind}"
-        for kind in (
-            "backward_hooks",
-            "backward_pre_hooks",
-            "forward_hooks",
-            "forward_hooks_always_called",
-            "forward_hooks_with_kwargs",
-            "forward_pre_hooks",
-            "forward_pre_hooks_with_kwargs",
-            "load_state_dict_post_hooks",
-            "load_state_dict_pre_hooks",
-            "state_dict_hooks",
-            "state_dict_pre_hooks",
-        )
-    ),
-    "torch counts the hooks of a process",
-)
 
 _TEXTS = (
     "",
@@ -294,16 +269,16 @@ def _answer(requests: IO[str], answers: IO[str]) -> None:
 def _compare(source: Path, dtype: Any, name: str) -> str:
     """Recall a pipeline and load it with diffusers alone; return how they differ."""
     import torch
-    from sameness import differences
+    from comparing import assert_equal
 
     torch.manual_seed(0)
     got = recall(source, dtype, name)
     wanted = _load_alone(source, dtype)
-    found = differences(
-        got, wanted, "pipe", left_out=_LEFT_OUT, unordered=_UNORDERED, numbered=_NUMBERED
-    )
-    found += _compare_encodings(got, wanted)
-    return "; ".join(found)
+    try:
+        assert_equal(got, wanted)
+    except AssertionError as exc:
+        return f"{exc}: {traceback.extract_tb(exc.__traceback__)[-1].line}"
+    return "; ".join(_compare_encodings(got, wanted))
 
 
 def _compare_encodings(got: Any, wanted: Any) -> list[str]:
@@ -350,7 +325,6 @@ def _import_libraries() -> None:
     """Import once what all children need."""
     import comparing  # noqa: F401
     import diffusers
-    import sameness  # noqa: F401
     import transformers
 
     from shmload._building.rules import import_libraries

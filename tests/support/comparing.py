@@ -7,6 +7,7 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from traces import Messages, mentions_of_view, naming
@@ -133,6 +134,8 @@ def assert_alike(got, wanted, where, depth=0):
             wanted.shape,
             wanted.tobytes(),
         ), where
+    elif isinstance(wanted, tokenizers.Tokenizer):
+        assert got.to_str() == wanted.to_str(), where
     elif isinstance(wanted, dict):
         assert list(got) == list(wanted), where
         for key, value in wanted.items():

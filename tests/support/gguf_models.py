@@ -86,35 +86,3 @@ def _blocks(tensor, kind, shape, seed):
     if kind == "BF16":
         return tensor.bfloat16().view(torch.uint8).numpy()
     return random_blocks(kind, shape, seed)
-
-
-_SD3_NAMES = {
-    "pos_embed.proj": "x_embedder.proj",
-    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-    "norm_out.linear": "final_layer.adaLN_modulation.1",
-    "proj_out": "final_layer.linear",
-    "transformer_blocks": "joint_blocks",
-    "attn.to_out.0": "x_block.attn.proj",
-    "attn.to_add_out": "context_block.attn.proj",
-    "norm1.linear": "x_block.adaLN_modulation.1",
-    "norm1_context.linear": "context_block.adaLN_modulation.1",
-    "ff_context.net.0.proj": "context_block.mlp.fc1",
-    "ff_context.net.2": "context_block.mlp.fc2",
-    "ff.net.0.proj": "x_block.mlp.fc1",
-    "ff.net.2": "x_block.mlp.fc2",
-}
-_SD3_JOINED = {
-    ("to_q", "to_k", "to_v"): "x_block.attn.qkv",
-    ("add_q_proj", "add_k_proj", "add_v_proj"): "context_block.attn.qkv",
-}
-
-
-def _join(pieces):
-    import numpy as np
-
-    kind, shape, _ = pieces[0]
-    raw = np.concatenate([np.ascontiguousarray(each[2]) for each in pieces])
-    return kind, (len(pieces) * shape[0], *shape[1:]), raw

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
-from tokenizers_tiny import clip_tokenizer, gemma_tokenizer, qwen2_tokenizer, t5_tokenizer
+from tokenizers_tiny import clip_tokenizer, qwen2_tokenizer, t5_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _NOISE_STD = 0.02
@@ -168,13 +168,6 @@ def _t5(tokenizer: PreTrainedTokenizerBase, family: str = "T5") -> PreTrainedMod
         vocab_size=len(tokenizer),
     )
     return getattr(transformers, f"{family}EncoderModel")(config)
-
-
-def _gemma2(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    config = transformers.Gemma2Config(
-        **_ENCODER, head_dim=8, num_key_value_heads=1, vocab_size=len(tokenizer)
-    )
-    return transformers.Gemma2Model(config)
 
 
 def _qwen2_5_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -349,48 +342,6 @@ def _qwen_image() -> Components:
         ),
         "vae": diffusers.AutoencoderKLQwenImage(
             base_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1
-        ),
-    }
-
-
-@_recipe(
-    "sana",
-    "SanaPipeline",
-    **_SHORT | {"height": 32, "width": 32},
-    complex_human_instruction=None,
-    max_sequence_length=32,
-    use_resolution_binning=False,
-)
-def _sana() -> Components:
-    tokenizer = gemma_tokenizer()
-    blocks = ("ResBlock", "EfficientViTBlock")
-    return {
-        "scheduler": diffusers.DPMSolverMultistepScheduler(
-            flow_shift=3.0, prediction_type="flow_prediction", use_flow_sigmas=True
-        ),
-        "text_encoder": _gemma2(tokenizer),
-        "tokenizer": tokenizer,
-        "transformer": diffusers.SanaTransformer2DModel(
-            attention_head_dim=8,
-            caption_channels=32,
-            cross_attention_dim=32,
-            cross_attention_head_dim=8,
-            in_channels=4,
-            num_attention_heads=4,
-            num_cross_attention_heads=4,
-            num_layers=2,
-            out_channels=4,
-            sample_size=16,
-        ),
-        "vae": diffusers.AutoencoderDC(
-            attention_head_dim=4,
-            decoder_block_out_channels=(8, 16),
-            decoder_block_types=blocks,
-            decoder_qkv_multiscales=((), (5,)),
-            encoder_block_out_channels=(8, 16),
-            encoder_block_types=blocks,
-            encoder_qkv_multiscales=((), (5,)),
-            latent_channels=4,
         ),
     }
 

@@ -21,7 +21,7 @@ STORED = {
 }
 # Stable Diffusion, which has the most kinds of components, takes every dtype from every stored one;
 # every second of these is sharded. Each other family takes every dtype once, and the way it is
-# stored moves on from one family to the next: so each pair of dtype and storage occurs.
+# stored moves on from one family to the next: so nearly each pair of dtype and storage occurs.
 WHOLE = "stable-diffusion"
 CASES = [
     (WHOLE, list(STORED)[2 * stored + (stored + shift) % 2], dtype)
