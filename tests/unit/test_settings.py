@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shmload._settings import parse_keep_for, settings, worker_count
+from shmload._settings import (
+    _LOCAL_SIZES,
+    local_world_size,
+    parse_keep_for,
+    settings,
+    worker_count,
+)
 from shmload.errors import ArgumentError
 
 
@@ -21,13 +27,6 @@ def test_environment_is_read(monkeypatch):
     monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/there")
     assert settings().stall_timeout_s == 2.5
     assert settings().cache_dir == Path.home() / "there"
-
-
-def test_variables_that_change_after_the_first_use_have_no_effect(monkeypatch):
-    monkeypatch.setenv("SHMLOAD_BUDGET", "1GiB")
-    assert settings().budget == 1 << 30
-    monkeypatch.setenv("SHMLOAD_BUDGET", "2GiB")
-    assert settings().budget == 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,25 @@ def test_a_core_is_left_to_a_busy_parent(monkeypatch, cores, busy, idle):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert worker_count(parent_is_busy=True) == busy
     assert worker_count(parent_is_busy=False) == idle
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"LOCAL_WORLD_SIZE": "-4"}, 1),
+        ({"WORLD_SIZE": "8"}, 1),
+    ],
+)
+def test_ranks_on_this_host_are_what_the_launcher_says(monkeypatch, variables, size):
+    for name in _LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_world_size() == size
 
 
 @pytest.mark.parametrize(

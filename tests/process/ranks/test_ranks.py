@@ -13,6 +13,7 @@ from accelerated import assert_as_on_the_host, load
 from children import run_to_end
 from comparing import assert_equal, reference
 from tracing import can_trace, noted_nbytes, noting_reads
+from watching import until
 
 import shmload
 from shmload._decoding.allowance import Bound
@@ -261,6 +262,13 @@ def test_segments_of_a_dropped_pipeline_stay_until_all_have_come(saved, rank, sh
     del again
     gc.collect()
     assert shm_names() == []
+
+
+def test_segments_do_not_wait_for_ever_for_a_rank(saved, rank, shm_names, monkeypatch):
+    monkeypatch.setattr(holdings, "_PATIENCE_S", 0)
+    shmload.load_pipeline(saved("flux"), torch_dtype=torch.bfloat16)
+    gc.collect()
+    until(lambda: shm_names() == [])
 
 
 def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names, evicts):

@@ -36,10 +36,8 @@ def is_mapped(tensor, segment):
 
 def test_one_contiguous_tensor_stays_where_it_is(segment, whole):
     with Joins(segment):
-        first, second = (torch.cat([part]) for part in whole.chunk(2))
-        across = torch.cat([whole[:3]], dim=1)
-    assert first.data_ptr() == across.data_ptr() == whole.data_ptr()
-    assert second.data_ptr() == whole[64:].data_ptr()
+        joined = torch.cat([whole[64:]])
+    assert joined.data_ptr() == whole[64:].data_ptr()
 
 
 def test_halves_are_exchanged_by_mappings(segment, whole):

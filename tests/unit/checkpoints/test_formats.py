@@ -1,21 +1,14 @@
 """A file's format is told by its content, and only else by its name."""
 
-import math
-import os
-
 import pytest
 import safetensors.torch
 import torch
 from gguf_files import save_gguf
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shmload._checkpoints.dtypes import unit_nbytes
 from shmload._checkpoints.formats.gguf import GGUF
 from shmload._checkpoints.formats.known import FORMATS, format_of
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import HEAD_NBYTES
-from shmload.errors import CheckpointError
 
 _ALIEN_HEADS = [
     b"",
@@ -57,25 +50,3 @@ def test_name_tells_where_the_content_does_not(head):
     assert format_of("a/model.gguf", head) is GGUF
     assert format_of("a/model.safetensors", head) is SAFETENSORS
     assert format_of("a/model.h5", head) is SAFETENSORS  # its reader reports the error
-
-
-@given(data=st.data())
-def test_damaged_file_is_refused_or_described_within_its_bounds(data):
-    """Of the other formats, which their libraries describe, see `test_described`."""
-    content = safetensors.torch.save(_TENSORS)
-    damaged = bytearray(content[: data.draw(st.integers(0, len(content)), "length")])
-    for _ in range(data.draw(st.integers(0, 4), "changes") if damaged else 0):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    fd = os.memfd_create("damaged")
-    try:
-        os.write(fd, damaged)
-        header = SAFETENSORS.read_header(fd, "model.safetensors")
-    except CheckpointError as exc:
-        assert str(exc).startswith("model.safetensors")  # noqa: PT017 either is right
-        return
-    finally:
-        os.close(fd)
-    for spec in header.tensors:
-        begin = header.data_offset + spec.begin
-        assert 0 <= begin <= begin + spec.nbytes <= len(damaged)
-        assert math.prod(spec.shape) * unit_nbytes(spec.dtype, "F32")[0] == spec.nbytes

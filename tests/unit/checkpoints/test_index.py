@@ -110,11 +110,6 @@ def test_any_json_as_an_index_is_refused_or_names_shards_beside_it(component, co
     shards_or_refusal(index_of(component, content))
 
 
-@given(st.binary(max_size=40), st.sampled_from([b"", b'{"weight_map":', b'{"weight_map":{"a":"']))
-def test_any_bytes_as_an_index_are_refused_or_name_shards_beside_it(component, rubbish, begin):
-    shards_or_refusal(index_of(component, begin + rubbish))
-
-
 @given(st.dictionaries(_texts | st.just("vae"), _entries | _json, max_size=4) | _json)
 def test_any_model_index_is_refused_or_names_components_below_it(pipeline, index):
     with changed(pipeline / FILES[0], index):
@@ -161,13 +156,6 @@ def test_file_that_is_no_json_object_is_malformed_by_name(pipeline, file, conten
     assert str(error).startswith(f"{pipeline / file}: ")
     assert "download the checkpoint again" in str(error)
     assert len(str(error)) < 600
-
-
-def test_of_keys_that_stand_twice_the_last_counts_as_in_the_libraries(component):
-    twice = b'{"weight_map":{"a":"../b"},"weight_map":{"a":"../b","a":"%b"}}' % _SHARD.encode()
-    assert shards_or_refusal(index_of(component, twice)) == [component / _SHARD]
-    twice = b'{"weight_map":{"a":"%b"},"weight_map":{"a":"%b","a":"../b"}}' % ((b"a",) * 2)
-    assert type(refusal(index_of(component, twice))) is IndexMalformed
 
 
 # Names --------------------------------------------------------------------------------------------
@@ -229,10 +217,3 @@ def test_huge_file_is_refused_before_it_is_read(pipeline, file):
         finally:
             tracemalloc.stop()
     assert type(error) is IndexMalformed
-
-
-def test_index_of_other_weights_is_left_to_the_libraries(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    (tmp_path / "pytorch_model.bin.index.json").symlink_to("/dev/zero")
-    (tmp_path / "config.json").write_text('{"architectures": ["A"]}')
-    assert resolve(Wanted(source=tmp_path), tmp_path).checkpoints == ()

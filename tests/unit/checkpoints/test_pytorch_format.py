@@ -76,13 +76,6 @@ def test_state_dict_of_a_whole_pipeline_is_found(described):
     assert [spec.name for spec in described(nested)] == ["a"]
 
 
-def test_two_state_dicts_of_an_ip_adapter_are_one_as_in_safetensors(described):
-    both = {"image_proj": {"a.weight": torch.ones(2)}, "ip_adapter": {"1.b": torch.ones(3)}}
-    assert [spec.name for spec in described(both)] == ["image_proj.a.weight", "ip_adapter.1.b"]
-    with pytest.raises(Unread, match="'image_proj' is no tensor"):
-        described(both | {"more": torch.ones(1)})
-
-
 # What is left to the libraries --------------------------------------------------------------------
 
 

@@ -186,24 +186,6 @@ def test_component_alone_says_its_class(tmp_path, config, library, class_name):
     assert (checkpoint.library, checkpoint.class_name) == (library, class_name)
 
 
-@pytest.mark.parametrize("architectures", ["CLIPTextModel", {"a": 1}, 7, [7], [["a"]]])
-def test_class_that_is_no_name_is_unknown_or_malformed(tmp_path, architectures):
-    write(tmp_path, {"config.json": {"architectures": architectures}, f"{_T}.safetensors": b""})
-    try:
-        (checkpoint,) = resolve(Wanted(source=tmp_path), tmp_path).checkpoints
-    except IndexMalformed:
-        return
-    assert checkpoint.class_name in ("", "CLIPTextModel")
-
-
-def test_dangling_link_is_missing(pipeline):
-    path = pipeline / "unet" / "a.safetensors"
-    path.symlink_to("nowhere")
-    write(pipeline, {f"unet/{_D}.safetensors.index.json": index_of("a.safetensors")})
-    with pytest.raises(ShardMissing):
-        found(pipeline)
-
-
 def test_model_without_its_weights_is_missing_them(pipeline):
     (pipeline / "unet" / f"{_D}.safetensors").unlink()
     with pytest.raises(ShardMissing, match=rf"{_D}\.safetensors"):

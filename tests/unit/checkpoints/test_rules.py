@@ -7,7 +7,6 @@ from shmload._checkpoints.dtypes import parse_dtype
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
 from shmload._checkpoints.source import Checkpoint
-from shmload._settings import settings
 from shmload.errors import UnknownDtype
 
 
@@ -120,14 +119,3 @@ def test_transformers_rule_leaves_what_stays_float32_under_every_dtype(
 )
 def test_unknown_class_is_left_raw(tmp_path, library, class_name):
     assert rule_for(_checkpoint(tmp_path, library, class_name), "bf16") == RAW
-
-
-@pytest.mark.parametrize("broken", [b'{"target": 3}', b'{"target": "NOPE"}', b'{"target": "I8"}'])
-def test_broken_memory_is_no_rule_and_is_replaced(tmp_path, configure, broken):
-    configure(cache_dir=tmp_path / "cache")
-    unet = _checkpoint(tmp_path, "diffusers", "UNet2DConditionModel", marker=str(tmp_path))
-    rule = rule_for(unet, "bf16")
-    (remembered,) = (settings().cache_dir / "rules").iterdir()
-    remembered.write_bytes(broken)
-    assert rule_for(unet, "bf16") == rule
-    assert remembered.read_bytes() != broken

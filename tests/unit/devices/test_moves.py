@@ -76,21 +76,6 @@ def test_ties_stay():
     assert model.one.data_ptr() == model.norm.other.data_ptr()
 
 
-def test_only_what_is_asked_for_goes():
-    model = Model()
-    wanted = contents(model)
-    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    devices = [LateDevice(), LateDevice()]
-    runtimes = {"layers.0.weight": devices[0], "large.weight": devices[1], "large.bias": devices[0]}
-    move(model, runtimes.get)
-    assert_same(model, wanted)
-    moved = {
-        name for name, tensor in model.state_dict().items() if tensor.data_ptr() != before[name]
-    }
-    assert moved == set(runtimes)
-    assert [device.calls.count("empty") for device in devices] == [1, 1]
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -111,19 +96,6 @@ def test_tensor_that_is_no_run_of_bytes_goes_the_ordinary_way(tensor):
     move(module, lambda path: device)
     assert torch.equal(module.odd.to_dense(), tensor.to_dense())
     assert torch.equal(module.weight.detach(), torch.arange(9.0))
-
-
-def test_parameter_of_a_class_of_its_own_keeps_it():
-    class Quantised(nn.Parameter):
-        pass
-
-    module = nn.Module()
-    module.weight = Quantised(torch.arange(9.0))
-    module.bias = nn.Parameter(torch.arange(3.0))
-    device = LateDevice()
-    move(module, lambda path: device)
-    assert type(module.weight) is Quantised
-    assert torch.equal(module.bias.detach(), torch.arange(3.0))
 
 
 def test_overlapping_tensors_all_arrive():
@@ -161,29 +133,6 @@ def test_device_that_shares_the_hosts_memory_gets_a_copy_of_what_torch_moves(tmp
     Moves([(module, lambda path: device)]).commit()
     assert seen.index("clone") < seen.index("to")
     assert module.odd.is_meta
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bool,
-        torch.uint8,
-        torch.int64,
-        torch.bfloat16,
-        torch.float64,
-        torch.float8_e4m3fn,
-        torch.complex64,
-    ],
-)
-def test_dtypes(dtype):
-    module = nn.Module()
-    module.register_buffer("b", torch.arange(77).to(dtype))
-    device = LateDevice()
-    before = module.b
-    move(module, lambda path: device)
-    assert module.b is not before
-    assert module.b.dtype == dtype
-    assert torch.equal(module.b.view(torch.uint8), before.view(torch.uint8))
 
 
 class ForeignDevice(LateDevice):

@@ -3,21 +3,11 @@
 import generic_torch
 import pytest
 import torch
-from devices import LateDevice
 from runtime_contract import RuntimeContract
 
 from shmload._runtimes.kinds import is_known, runtime_of
 from shmload._runtimes.runtime import Runtime
 from shmload.errors import ArgumentError
-
-
-@pytest.mark.parametrize("registers", [True, False])
-class TestLateDevice(RuntimeContract):
-    """The tests' fake device keeps the contract of real ones, and promises no more."""
-
-    @pytest.fixture
-    def runtime(self, registers):
-        return LateDevice(registers=registers, locks=not registers)
 
 
 class TestRuntime(RuntimeContract):

@@ -101,30 +101,6 @@ def test_sources_may_change_when_they_were_read():
     assert_same(module, wanted)
 
 
-def test_failed_copies_take_no_slot_away():
-    """Weights that wait go through the same slots again and again."""
-    module = module_of(600_000)
-    wanted = contents(module)
-    device = LateDevice()
-    moves = Moves([(module, lambda path: device)])
-    copy = device.copy
-
-    def fail(copies):
-        copy(copies)
-        raise KeyboardInterrupt
-
-    with Upload(600_000, device, LIMIT) as upload:
-        device.copy = fail
-        for _ in range(4):
-            with pytest.raises(KeyboardInterrupt):
-                upload.copy(moves.moves)
-            assert device.pending == 0
-        device.copy = copy
-        upload.copy(moves.moves)
-    moves.commit()
-    assert_same(module, wanted)
-
-
 # Page-locked memory -------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """A file is replaced whole or not at all, and survives a power failure if it was synced."""
 
 import os
-import stat
 
 import pytest
 
@@ -13,16 +12,6 @@ def path(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"before")
     return path
-
-
-def test_file_changes_with_the_end_of_the_block(path):
-    with replacing(path, mode=0o640) as file:
-        file.write(b"after")
-        file.flush()
-        assert path.read_bytes() == b"before"
-    assert path.read_bytes() == b"after"
-    assert stat.S_IMODE(path.stat().st_mode) & ~0o640 == 0
-    assert os.listdir(path.parent) == ["file"]
 
 
 def test_block_that_raises_changes_nothing(path):

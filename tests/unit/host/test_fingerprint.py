@@ -1,7 +1,6 @@
 """Whether each change of a file is noticed, however the file is reached and whatever hides it."""
 
 import os
-import shutil
 
 import pytest
 
@@ -89,13 +88,3 @@ def test_links_in_a_circle_end(tmp_path):
     found = files_below(tmp_path)
     assert found[str(tmp_path / "self")] is None
     assert str(tmp_path / "a" / "file") in found
-
-
-def test_folder_that_was_copied_with_its_times_is_another_one(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").write_bytes(_OLD)
-    before = files_below(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "a")
-    (tmp_path / "b").rename(tmp_path / "a")
-    assert files_below(tmp_path / "a") != before

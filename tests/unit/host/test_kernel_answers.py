@@ -27,57 +27,38 @@ def test_created_object_is_private_whatever_the_umask(name, umask):
     os.close(fd)
 
 
-def plant_link(path):
-    path.symlink_to("/etc/passwd")
+def plant_file(path, mode, owner):
+    path.write_bytes(b"evil")
+    path.chmod(mode)
+    os.chown(path, owner, -1)
 
 
-def plant_dangling_link(path):
-    path.symlink_to("/dev/shm/nothing-there")
-
-
-def plant_fifo(path):
+def plant_fifo(path, owner=-1):
     os.mkfifo(path)
+    os.chown(path, owner, -1)
 
 
-def plant_directory(path):
-    path.mkdir()
-
-
-def plant_open_file(path):
-    path.write_bytes(b"evil")
-    path.chmod(0o644)
-
-
-def plant_anothers_file(path):
-    path.write_bytes(b"evil")
-    path.chmod(0o600)
-    os.chown(path, 65534, 65534)
-
-
-def plant_anothers_fifo(path):
-    plant_fifo(path)
-    os.chown(path, 65534, 65534)
-
-
-_NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+_ME, _OTHER = os.geteuid(), 65534
+_NEEDS_ROOT = pytest.mark.skipif(_ME != 0, reason="only root can give a file away")
+PLANTS = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "dangling link": lambda path: path.symlink_to("/dev/shm/nothing-there"),
+    "FIFO": plant_fifo,
+    "directory": lambda path: path.mkdir(),
+    "file that others may read": lambda path: plant_file(path, 0o644, _ME),
+    "file of another": lambda path: plant_file(path, 0o600, _OTHER),
+    "FIFO of another": lambda path: plant_fifo(path, _OTHER),
+}
 
 
 @pytest.mark.timeout(10)  # opening a FIFO can block forever
 @pytest.mark.parametrize("kwargs", [{}, {"writable": True}, {"create": True, "writable": True}])
 @pytest.mark.parametrize(
-    "plant",
-    [
-        plant_link,
-        plant_dangling_link,
-        plant_fifo,
-        plant_directory,
-        plant_open_file,
-        pytest.param(plant_anothers_file, marks=_NEEDS_ROOT),
-        pytest.param(plant_anothers_fifo, marks=_NEEDS_ROOT),
-    ],
+    "kind",
+    [pytest.param(kind, marks=_NEEDS_ROOT if "another" in kind else ()) for kind in PLANTS],
 )
-def test_planted_name_is_not_trusted(name, plant, kwargs):
-    plant(SHM_DIR / name)
+def test_planted_name_is_not_trusted(name, kind, kwargs):
+    PLANTS[kind](SHM_DIR / name)
     with pytest.raises(SegmentUntrusted, match=rf"/dev/shm/{name} is not trusted: .* remove it"):
         shm_open(name, **kwargs)
     assert os.path.lexists(SHM_DIR / name)
@@ -86,8 +67,7 @@ def test_planted_name_is_not_trusted(name, plant, kwargs):
 @_NEEDS_ROOT
 def test_name_that_another_user_has_is_not_replaced(name):
     new = name[:-1] + ("0" if name[-1] != "0" else "1")
-    plant_anothers_file(SHM_DIR / new)
-    os.chown(SHM_DIR / new, 1, 1)
+    plant_file(SHM_DIR / new, 0o600, 1)
     with no_privileges():
         os.close(shm_open(name, create=True, writable=True))
         with pytest.raises(SegmentUntrusted, match=f"/dev/shm/{new} is not trusted"):

@@ -7,9 +7,6 @@ import pytest
 
 from shmload._host.memo import Memo, _say
 
-_REMEDY = "another place can be chosen with SHMLOAD_CACHE_DIR"
-is_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
-
 
 @pytest.fixture
 def memo(configure, tmp_path):
@@ -70,30 +67,3 @@ def test_harmed_value_is_not_believed_and_is_replaced(memo, harm):
     assert memo.read() is None
     memo.write({"a": 2})
     assert memo.read() == {"a": 2}
-
-
-@is_root
-def test_value_of_another_user_is_not_believed_and_the_log_says_it_once(memo, caplog):
-    memo.write({"planted": 1})
-    os.chown(memo.path, 65534, 65534)
-    caplog.set_level("INFO", "shmload")
-    assert [memo.read() for _ in range(3)] == [None] * 3
-    assert caplog.messages == [
-        f"what is remembered in {memo.path.parent.parent} is not used: {memo.path} belongs to user "
-        f"65534; {_REMEDY}"
-    ]
-    memo.write({"a": 1})
-    assert memo.read() == {"a": 1}
-
-
-def test_place_that_cannot_be_written_is_said_once(memo, configure, caplog):
-    configure(cache_dir="/proc/nowhere")
-    caplog.set_level("INFO", "shmload")
-    for number in range(3):
-        nowhere = Memo(f"kind{number}", dict[str, int], number)
-        nowhere.write({})
-        assert nowhere.read() is None
-        nowhere.forget()
-    (said,) = caplog.messages
-    assert "/proc/nowhere is not written" in said
-    assert "SHMLOAD_CACHE_DIR" in said

@@ -8,21 +8,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from message_values import any_of, sample
 
 from shmload._ipc.frames import to_frame
 from shmload.errors import ProtocolError
 from shmload.workers import messages as workers
 
-# What one side sends, and what the other reads it with; a side and its other stand in pairs.
+# What one side sends, and what the other reads it with.
 SIDES = {
     "to a worker": (workers.ToWorker, workers.decode_to_worker),
     "from a worker": (workers.FromWorker, workers.decode_from_worker),
-}
-OTHERS = {
-    side: other
-    for pair in zip(list(SIDES)[::2], list(SIDES)[1::2], strict=True)
-    for side, other in (pair, pair[::-1])
 }
 
 
@@ -35,20 +29,33 @@ def body(message):
     return to_frame(message)[4:]
 
 
+def sample(kind):
+    """Return the simplest value of a type that has a value in every field."""
+    match kind:
+        case msgspec.inspect.VarTupleType(item):
+            return (sample(item),)
+        case msgspec.inspect.ListType(item):
+            return [sample(item)]
+        case msgspec.inspect.DictType(key, value):
+            return {sample(key): sample(value)}
+        case msgspec.inspect.UnionType(kinds):
+            return sample(kinds[0])
+        case msgspec.inspect.StructType(cls, fields):
+            return cls(**{field.name: sample(field.type) for field in fields})
+        case msgspec.inspect.EnumType(cls):
+            return next(iter(cls))
+        case msgspec.inspect.StrType():
+            return "ab"
+        case msgspec.inspect.BytesType():
+            return b"ab"
+        case msgspec.inspect.BoolType():
+            return True
+    return 300
+
+
 SAMPLES = [
     (side, sample(msgspec.inspect.type_info(kind))) for side in SIDES for kind in kinds_of(side)
 ]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_every_message_arrives_as_it_was_sent(side):
-    kinds, decode = SIDES[side]
-
-    @given(any_of(msgspec.inspect.type_info(kinds)))
-    def arrives(message):
-        assert decode(body(message)) == message
-
-    arrives()
 
 
 @pytest.mark.parametrize(("side", "message"), SAMPLES, ids=lambda value: type(value).__name__)
@@ -120,6 +127,6 @@ def test_wrong_frame_is_a_protocol_error_and_takes_no_memory(frame):
 
 @pytest.mark.parametrize(("side", "message"), SAMPLES, ids=lambda value: type(value).__name__)
 def test_each_side_refuses_the_others_messages(side, message):
-    _, decode = SIDES[OTHERS[side]]
+    (other,) = SIDES.keys() - {side}
     with pytest.raises(ProtocolError):
-        decode(body(message))
+        SIDES[other][1](body(message))

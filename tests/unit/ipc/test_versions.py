@@ -5,24 +5,16 @@ import json
 import typing
 
 import msgspec
-import pytest
 
 from shmload.workers import messages
 
 # The version and a digest of what it says. A changed message changes the digest: then increase
 # VERSION, and write both here.
-_KNOWN = {
-    "workers": (7, "0f28b11b1acdc8fe"),
-}
-_WIRES = {
-    "workers": (messages.VERSION, messages.ToWorker | messages.FromWorker),
-}
+_KNOWN = 7, "0f28b11b1acdc8fe"
 
 
-@pytest.mark.parametrize("wire", _WIRES)
-def test_changed_message_has_another_version(wire):
-    version, union = _WIRES[wire]
-    assert (version, digest_of(union)) == _KNOWN[wire]
+def test_changed_message_has_another_version():
+    assert (messages.VERSION, digest_of(messages.ToWorker | messages.FromWorker)) == _KNOWN
 
 
 def digest_of(union):

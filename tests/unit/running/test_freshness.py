@@ -24,21 +24,6 @@ def module(monkeypatch, tmp_path):
     return make
 
 
-def is_lost_after_rewriting(path):
-    freshness = Freshness()
-    freshness.begin()
-    assert not freshness.is_lost()
-    new = path.with_suffix(".new")
-    new.touch()
-    os.utime(new, ns=(1, 1))
-    new.replace(path)
-    return freshness.is_lost()
-
-
-def test_changed_module_is_noticed(module):
-    assert is_lost_after_rewriting(module("some_module"))
-
-
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replaced):

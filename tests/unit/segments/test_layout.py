@@ -212,36 +212,6 @@ def test_shard_is_read_forwards_whatever_the_order_of_its_header(described, targ
     assert sum(after < before for before, after in itertools.pairwise(offsets)) <= 6
 
 
-def test_tensors_that_share_bytes_are_each_stored():
-    specs = (
-        TensorSpec("half", "U8", (64,), 64, 128),
-        TensorSpec("whole", "U8", (128,), 0, 128),
-        TensorSpec("twin", "U8", (128,), 0, 128),
-    )
-    content = os.urandom(128)
-    layout = lay_out(
-        Header(tensors=specs, metadata=None, data_offset=0), converting(None), Metadata()
-    )
-    with in_memory(content) as fd:
-        found = fill(layout, fd)
-    assert bytes(found["half"]["data"]) == content[64:]
-    assert bytes(found["whole"]["data"]) == bytes(found["twin"]["data"]) == content
-    assert layout.data_nbytes == 320
-
-
-def test_header_keeps_the_shards_metadata_and_has_room_for_the_digest():
-    with in_memory(safetensors.torch.save({"a": torch.ones(3)}, {"format": "pt", "x": "y"})) as fd:
-        layout = lay_out_file(fd, converting(None), Metadata(source="here"))
-    with in_memory(layout.header + bytes(layout.data_nbytes)) as fd:
-        metadata = read_header(fd, "segment").metadata
-        assert metadata["format"] == "pt"
-        assert metadata["x"] == "y"
-        assert read_metadata(fd).source == "here"
-        assert read_metadata(fd).digest == ""  # not complete
-        os.pwrite(fd, b"0123456789abcdef" * 2, DIGEST_OFFSET)
-        assert read_metadata(fd).digest == "0123456789abcdef" * 2
-
-
 def test_segment_as_a_source_does_not_describe_the_new_segment():
     old = header_entries(make_metadata("old.safetensors", "old identity", "BF16"), None)
     new = make_metadata("new.safetensors", "new identity", "raw")

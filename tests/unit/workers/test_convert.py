@@ -142,12 +142,6 @@ def test_any_bits_give_torchs_bits(conversion):
     assert_same(*conversion)
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1), st.sampled_from(list(TORCH)))
-@settings(deadline=None, max_examples=500)
-def test_any_float32_numbers_give_torchs_bits(numbers, target):
-    assert_same(np.array(numbers, np.float32).view(np.uint32), "F32", target)
-
-
 @pytest.mark.parametrize(("source", "target"), [(s, t) for s, t in PAIRS if s != t])
 def test_nan_is_left_to_torch(source, target, no_torch):
     nan = by_torch(np.array([0x7FC00000], np.uint32), "F32", source)

@@ -68,18 +68,6 @@ def test_every_span_has_its_bytes(source, reader, content, seed):
         assert view == content[run.source_offset : run.source_offset + run.source_nbytes]
 
 
-def test_short_reads_are_completed(source, reader, content, monkeypatch):
-    preadv = os.preadv
-
-    def read_less(fd, buffers, offset, *flags):
-        most = 4096 if offset % 4096 == 0 else 100
-        return preadv(fd, [memoryview(buffers[0])[:most]], offset, *flags)
-
-    monkeypatch.setattr(os, "preadv", read_less)
-    (view,) = reader.read(source, [span(5, 20_000)])
-    assert view == content[5:20_005]
-
-
 def test_end_of_the_file_is_named(source, reader):
     spans = [span(0, 10), span(_NBYTES - 10, 20), span(_NBYTES + READ_NBYTES, 10)]
     with pytest.raises(FillError) as caught:
