@@ -1,5 +1,5 @@
-"""The doors of shmload to other libraries: `load_pipeline`, handles, jobs, ranks, sharding, Ray.
+"""The public calls that use other libraries: `load_pipeline`, handles, jobs, Ray and others.
 
-Each module is public, and is imported when it is first used. What is private lies in the rooms of
-`shmload`. May import all rooms but `_cli` and `_templates`.
+Each module is public, and is imported when it is first used. What is private lies in the packages
+of `shmload`. May import all of them but `_cli` and `_templates`.
 """

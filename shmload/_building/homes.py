@@ -26,7 +26,7 @@ Digest = tuple[int, ...]
 # Bytes that are digested at a time: the device must have six times as much to spare.
 _CHUNK_NBYTES = 1 << 20
 _LANE_NBYTES = 4
-# Two independent digests of 64 bits.
+# Two independent digests of 64 bits: a changed weight has both with a chance of 2⁻⁶⁶ at most.
 _DIGESTS = 2
 
 _secrets: dict[torch.device, torch.Tensor] = {}

@@ -52,7 +52,8 @@ def identify(path: str | os.PathLike[str], found: os.stat_result) -> Identity:
     All symbolic and hard links to one file have the same identity, so two snapshots of a hub cache
     share it. The inode number alone is not enough: ext4 reuses a number at once. A blob in the
     mirror of a bucket is identified by its name, a digest of the object's URL, ETag and size: the
-    file is only a pointer, and each load changes its times.
+    file is only a pointer, and each load changes its times. A blob of a hub cache is a file like
+    others: one that was damaged and downloaded again must not keep its damaged segment.
     """
     real = os.path.realpath(path)
     # Another user may have given any name to any bytes.

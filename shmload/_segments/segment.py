@@ -3,7 +3,7 @@
 Guarantee: a segment with its final name, or with a digest in its header, is complete: the digest is
 written after the last byte. The kernel holds the locks, so a process that dies leaves none behind.
 A lease is a shared lock on an open descriptor, or on a mapping made from it (Python's mmap keeps a
-duplicate). The states of a segment's file stand in the room's `__init__`.
+duplicate). The states of a segment's file stand in the package's `__init__`.
 
 The mode of a complete segment is changed by one process at a time, and as a whole, so no change is
 lost. A process that is killed while it publishes a segment, or writes into its header, leaves it

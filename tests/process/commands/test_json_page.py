@@ -39,13 +39,11 @@ def page():
     text = _PAGE.read_text().partition("\n## What `--json` prints\n")[2]
     answers, *objects = text.split("\n### ")
     found = {}
-    for command, field, what in re.findall(
-        r"^\| `(shmload [\w ]+)` \| `(\w+)` \| (.+) \|$", answers, re.MULTILINE
-    ):
-        found.setdefault(command, {})[field] = what
+    for command, fields in re.findall(r"^- `(shmload [\w ]+)`: (.+)$", answers, re.MULTILINE):
+        found[command] = dict(re.findall(r"`(\w+)`, (.+?)(?=; `\w+`, |$)", fields))
     for section in objects:
         found[section.partition("\n")[0].lower()] = dict(
-            re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
+            re.findall(r"^- `(\w+)`: (.+)$", section, re.MULTILINE)
         )
     return found
 
