@@ -13,6 +13,7 @@ _PAGES = [
     _ROOT / "benchmarks" / "README.md",
 ]
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
+_NAMED = re.compile(r"`([\w./-]*test_\w+\.py|(?:shmload|workers|integrations|tests|scripts)/[\w./-]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:href|src)=\"([^\"]+)\"")
 
 each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
@@ -53,3 +54,15 @@ def test_python_compiles(page):
     for language, block in _BLOCK.findall(page.read_text()):
         if language == "python":
             compile(block, page.name, "exec")
+
+
+@each_page
+def test_files_that_are_named_exist(page):
+    """A test may be named by the end of its path: `test_clocks.py`, `ranks/test_ranks.py`."""
+    tests = [str(path) for path in (_ROOT / "tests").rglob("test_*.py")]
+    lost = [
+        name
+        for name in _NAMED.findall(_prose(page))
+        if not (_ROOT / name).exists() and not any(path.endswith(f"/{name}") for path in tests)
+    ]
+    assert lost == []
