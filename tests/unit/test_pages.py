@@ -13,7 +13,9 @@ _PAGES = [
     _ROOT / "benchmarks" / "README.md",
 ]
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
-_NAMED = re.compile(r"`([\w./-]*test_\w+\.py|(?:shmload|workers|integrations|tests|scripts)/[\w./-]+)`")
+_NAMED = re.compile(
+    r"`([\w./-]*test_\w+\.py|(?:shmload|workers|integrations|tests|scripts)/[\w./-]+)`"
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:href|src)=\"([^\"]+)\"")
 
 each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
