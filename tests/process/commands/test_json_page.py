@@ -42,9 +42,11 @@ def page():
     for command, fields in re.findall(r"^- `(shmload [\w ]+)`: (.+)$", answers, re.MULTILINE):
         found[command] = dict(re.findall(r"`(\w+)`, (.+?)(?=; `\w+`, |$)", fields))
     for section in objects:
-        found[section.partition("\n")[0].lower()] = dict(
-            re.findall(r"^- `(\w+)`: (.+)$", section, re.MULTILINE)
-        )
+        found[section.partition("\n")[0].lower()] = {
+            name: what
+            for names, what in re.findall(r"^- (`.+?`): (.+)$", section, re.MULTILINE)
+            for name in re.findall(r"\w+", names)
+        }
     return found
 
 
