@@ -27,11 +27,11 @@ def manifests():
 def pods():
     """Return the manifests for Kubernetes, each with its pod's specification."""
     found = [manifest for manifest in manifests() if "kind" in manifest]
-    assert [m["kind"] for m in found] == ["Pod", "DaemonSet", "Deployment"]
-    for manifest in found[1:]:
+    assert [m["kind"] for m in found] == ["DaemonSet", "Deployment"]
+    for manifest in found:
         labels = manifest["spec"]["template"]["metadata"]["labels"]
         assert labels == manifest["spec"]["selector"]["matchLabels"]
-    return [m["spec"] if m["kind"] == "Pod" else m["spec"]["template"]["spec"] for m in found]
+    return [manifest["spec"]["template"]["spec"] for manifest in found]
 
 
 def containers(pod):
@@ -48,11 +48,11 @@ def test_commands_of_containers_are_right():
                     seen.append(words[0])
                     command = main.commands[words[0]]
                     command.make_context(words[0], words[1:], resilient_parsing=False).close()
-    assert seen == ["serve", "serve", "status", "warm"]
+    assert seen == ["serve", "status", "warm"]
 
 
 def test_limit_holds_the_budget():
-    _, service, _ = pods()
+    service, _ = pods()
     (weights,) = service["containers"]
     budget = weights["command"][weights["command"].index("--budget") + 1]
     limit = weights["resources"]["limits"]["memory"]
