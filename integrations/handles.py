@@ -53,7 +53,7 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
     text: str
     """The handle as one line of JSON, for an environment variable or a message."""
     _held: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Of the handle that `share` returned: its pipeline."""
+    """The pipeline that keeps the segments, in the handle that `share` returned; else empty."""
 
     def __post_init__(self) -> None:
         self._read()

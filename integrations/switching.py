@@ -61,7 +61,7 @@ class _Model(msgspec.Struct, eq=False):
     used_at: float = 0.0
     """When its last use began, by `time.monotonic`."""
     places: set[str] = set()
-    """Of `_HOST` and `_DEVICE` those where its weights are, or where they have room."""
+    """`_HOST`, `_DEVICE` or both: where its weights are, or where room was made for them."""
     sizes: dict[str, dict[str, int]] = {}
     """What it takes in each place, in bytes, as of its last load: by the names of segments, and by
     its own name for weights that lie in none. Empty if it is not known."""

@@ -34,7 +34,7 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
     """What `update` has done."""
 
     source: str
-    """Of the weights that are there now; of a publication, with its version."""
+    """The source of the weights that are there now; a publication's with its version."""
 
 
 def update(thing: Any, source: _Source | Published, **arguments: Any) -> Updated:

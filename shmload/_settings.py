@@ -138,7 +138,7 @@ def _parse(variable: str, kind: object) -> Any:
         ) from exc
 
 
-# Of another page than the settings: `shmload run --redirect` sets it for its program.
+# Not a setting of the user: `shmload run --redirect` sets it for its program.
 _OTHERS = (PREFIX + "REDIRECT",)
 _KNOWN = tuple(PREFIX + field.name.upper() for field in msgspec.structs.fields(Settings))
 

@@ -58,7 +58,7 @@ def printing(text: str) -> str:
 
 
 def logger_of(name: str) -> "logging.Logger":
-    """Return a logger of this package: what a file is called cannot steer who reads its lines."""
+    """Return a logger of this package, which escapes what would steer a terminal in its lines."""
     import logging  # 5 ms, which an import of shmload does not pay
 
     logger = logging.getLogger(name)

@@ -96,7 +96,7 @@ class Parcel(NamedTuple):
 
     pickled: bytes
     places: Sequence[tuple[int, int]] = ()
-    """Of its large buffers, in the memory of the process that has pickled it."""
+    """Where its large buffers lie in the memory of the process that has pickled it."""
     is_error: bool = False
     """Whether it is the error that stands in the place of a result."""
 

@@ -57,7 +57,7 @@ class Setup(NamedTuple):
     """The process id of the program."""
     device: str
     threads: int
-    """Of each process, for torch."""
+    """torch's threads in each process."""
     seed: int
 
 

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
     setup: Setup
     place: int
-    """Of the process among those of the job, from 0."""
+    """The number of the process in its job, from 0."""
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Work for the job until it is gone."""

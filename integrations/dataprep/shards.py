@@ -86,7 +86,7 @@ class Shard(NamedTuple):
     """Where the results of a shard's items go."""
 
     path: str
-    """Of its files, without their suffixes."""
+    """The path of its files, without their suffixes."""
     format: str
 
 

@@ -34,7 +34,7 @@ _MAKERS = (
 # What programs set on a class to have other dtypes.
 _CHOOSE_DTYPES = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _STARTED_AT_FIELD = 19
-"""Of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
+"""The field of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
 _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 
 

@@ -73,7 +73,7 @@ def _random(device: torch.device) -> torch.Tensor:
         raw = bytearray(secrets.token_bytes(shape[0] * shape[1] * 8))
         numbers = torch.frombuffer(raw, dtype=torch.int64).view(shape)
         numbers[:, 1] |= 1  # an even one would lose a bit with each chunk
-        # Of two threads, both get the first one's.
+        # If two threads come here at once, both get the numbers of the first.
         found = _secrets.setdefault(device, numbers.to(device))
     return found
 

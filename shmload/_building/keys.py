@@ -34,7 +34,7 @@ _VERSION = 1
 _LIBRARIES = ("diffusers", "transformers")
 _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
 _SEEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Of a single file.
+# Arguments with which a single file is loaded.
 _CONFIGS = ("config", "original_config")
 # Plain values that have the library run other code, or return something else.
 _MEANS_MORE = {
@@ -46,7 +46,7 @@ class Key(NamedTuple):
     """Identifies what a load builds."""
 
     name: str
-    """Of its segment."""
+    """The name of its segment."""
     file: str
     """A file of its weights: the segment belongs to the model of that file."""
     read: tuple[Path, ...]
@@ -253,7 +253,7 @@ def _distributions(folder: str) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """Return a value for JSON that is equal exactly if this one is.
+    """Return the value as plain JSON; two results are equal only if the two values are.
 
     Raises:
         Incomparable: it may mean more than it shows.

@@ -138,7 +138,7 @@ class _Kept(NamedTuple):
     thing: Any
     """The object, or a namespace of its models."""
     nbytes: int = 0
-    """Of its segments."""
+    """Size of its segments."""
 
 
 @paused_gc()  # a full collection, which importing the libraries leaves due, takes 0.2 s

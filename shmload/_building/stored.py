@@ -81,7 +81,7 @@ class Opened:
             raise _broken(source, "nothing is kept of it")
         self.structure = record.structure
         self.code = record.code
-        # Of each region: its segment, and where it begins there.
+        # The segment of each region, and where the region begins there.
         self._regions = [
             (place.segment + 1, place.offset if place.segment >= 0 else begins[str(place.offset)])
             for place in record.regions

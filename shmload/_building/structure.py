@@ -37,7 +37,7 @@ from shmload._compat import (
 _StorageOf = Callable[[int], torch.UntypedStorage]
 # The program itself, and the libraries' packages of code that repositories bring.
 _OF_PROCESSES = {"__main__", "__mp_main__", "diffusers_modules", "transformers_modules"}
-# Of parts within parts, below which what cannot be kept is not looked for.
+# How deep to look, in parts within parts, for what cannot be kept.
 _MOST_LEVELS = 20
 
 
@@ -47,7 +47,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     pickled: bytes
     """The pickle; a persistent id is an index into `places`."""
     places: list[Spot]
-    """Of each tensor: its region, and where it begins there, in bytes."""
+    """The region of each tensor, and where the tensor begins there, in bytes."""
     packages: dict[str, str]
     """The versions of the packages whose classes are pickled."""
     hooks: int

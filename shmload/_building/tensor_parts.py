@@ -98,7 +98,7 @@ def _unflatten(
 # Where their bytes lie ----------------------------------------------------------------------------
 
 Spot = tuple[int, int]
-"""Of a tensor: its region, and where it begins there, in bytes."""
+"""The region of a tensor, and where the tensor begins there, in bytes."""
 
 
 class Region(NamedTuple):
@@ -108,7 +108,7 @@ class Region(NamedTuple):
     nbytes: int
     """In bytes."""
     dtype: torch.dtype
-    """Of the first tensor in it; of bytes if they differ."""
+    """The dtype of the first tensor in it; uint8 if they differ."""
 
 
 def merge(tensors: Sequence[torch.Tensor]) -> tuple[list[Region], list[Spot]]:

@@ -25,9 +25,9 @@ class Parts(NamedTuple):
     words: str
     """In the order of their numbers, which count from 0."""
     merges: str | None
-    """Of BPE: pairs of pieces, the first to be merged first."""
+    """BPE's pairs of pieces, in the order in which they are merged."""
     scores: list[float]
-    """Of Unigram: of each word."""
+    """Unigram's score of each word."""
     settings: dict[str, Any]
     """The model's settings that are not None."""
     added: list[dict[str, Any]]

@@ -19,7 +19,7 @@ MAX_HEADER_NBYTES = 100_000_000
 """Size of the largest header that is read, in bytes, in any format."""
 HEAD_NBYTES = 512
 """How much of a file's front `Format.recognises` gets, in bytes."""
-# Of torch.
+# torch's limit.
 _MAX_RANK = 64
 _MAX_COUNT = 1 << 59
 
@@ -138,7 +138,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     ask_for: Callable[[Collection[Path]], None] | None = None
     """Has a library describe some files at once, before `read_header` is called for each."""
     blocks: Blocks | None = None
-    """Of a format whose tensors may be quantised in blocks."""
+    """How its tensors are quantised in blocks; None if they are not."""
     recognises: Callable[[bytes], bool]
     """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""
     read_header: Callable[[int, str | os.PathLike[str]], Header]

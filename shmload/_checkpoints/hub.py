@@ -27,7 +27,7 @@ from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadE
 
 # huggingface_hub.utils.validate_repo_id, without its details.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# Of the hub, for URLs of files; and what stands before a revision in one.
+# The hub's hosts in URLs of files, and what stands before a revision in one.
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _OF_FILES = ("blob", "resolve", "raw")
 # Letters of an error that is repeated.

@@ -5,7 +5,7 @@
 
 Guarantee: after `mirror` has returned, the mirror's links lead to the objects' content of that
 moment, or to pointers to them. Weights are not fetched. A tree is complete and never changes, so
-who reads it never sees parts of two lists. A blob is named by URL, ETag and size, as a hub cache
+a reader never sees parts of two lists. A blob is named by URL, ETag and size, as a hub cache
 names its blobs by their content: so an object that is replaced has another blob and other segments.
 
 A bucket lists what it has. A server is asked by the names that a pipeline, a model or an adapter

@@ -44,7 +44,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Only these names are converted; None for all."""
 
     keeps_blocks: bool = False
-    """Of a file with blocks only `PLAIN_KINDS` are converted; blocks stay as they are."""
+    """Whether quantised blocks stay as they are, so that only `PLAIN_KINDS` are converted."""
 
     def __call__(self, tensor: TensorSpec) -> str:
         """Return the dtype that a tensor gets in the segment."""

@@ -50,10 +50,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[Checkpoint, ...] = ()
     """Those whose weights are in a format that shmload reads."""
     is_complete: bool = True
-    """Whether every wanted component has a directory, and at least one has files of the variant.
-
-    False too if the files of weights were guessed from what is there.
-    """
+    """Whether nothing is missing on this disk: every wanted component has a directory, at least one
+    has files of the variant, and no file of weights was guessed from what is there."""
     unread: tuple[str, ...] = ()
     """Wanted components whose weights shmload does not read; the root has an empty name."""
     variant: str | None = None
@@ -63,7 +61,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     is_modular: bool = False
     """Whether it is a modular pipeline, whose components may lie anywhere (`modular`)."""
     folders: dict[str, Path] = {}
-    """Of components that do not lie in a folder of their name below the root."""
+    """The folders of components that do not lie in a folder of their name below the root."""
 
     @property
     def is_pipeline(self) -> bool:

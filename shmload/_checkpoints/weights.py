@@ -211,7 +211,7 @@ def _chosen_weights(
     for each in formats_asked(use_safetensors):
         there = [name for name in names if name.endswith(each.suffixes)]
         models = [name for name in there if is_of_model(name) or name.startswith(PEFT)]
-        # Of adapters, which have names of any kind, the user chooses.
+        # Adapters may have any name, so the user chooses among them.
         if chosen := [name for name in models if variant_of(name) == variant] if models else there:
             return chosen
     return [] if variant or use_safetensors is not None else list(names)

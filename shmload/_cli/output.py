@@ -13,7 +13,7 @@ from shmload._tables import Page
 from shmload._wording import printing
 
 SCHEMA_VERSION = 1
-"""Of all answers with --json: raised when a field goes or gets another meaning."""
+"""The version of all answers with --json; raised when a field goes or changes its meaning."""
 
 as_json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for a program to read."

@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     waiting: Waiting
     """Brings them to the accelerator."""
     paths: Collection[str]
-    """Of all modules of the model that travel as a block if their weights wait."""
+    """Paths of the modules that travel as a block if their weights wait."""
     segments: Segments
     """Hold the weights, or some of them."""
 

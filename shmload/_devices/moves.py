@@ -29,7 +29,7 @@ class Move(NamedTuple):
     """Consecutive bytes of this process, and the memory of a device that they go to."""
 
     address: int
-    """Of the first byte."""
+    """Where its first byte is."""
     nbytes: int
     runtime: Runtime
     """The device."""
@@ -91,7 +91,7 @@ class _Held(NamedTuple):
     is_parameter: bool
     tensor: torch.Tensor
     runtime: Runtime
-    """Of the device that it goes to."""
+    """The runtime of the device that it goes to."""
 
 
 class Moves:

@@ -58,7 +58,7 @@ class _Block:
         self.bound: list[tuple[_Weight, nn.Parameter]] = []
         """Its weights, each with the parameter that stands for it on the device."""
         self.memory: tuple[torch.Tensor, ...] = ()
-        """Of the device, where they lie."""
+        """The device's memory that they lie in."""
         self.following: weakref.ref[_Block] | None = None
         """The block that came next the last time."""
 
@@ -85,7 +85,7 @@ class _Layout:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.offsets: dict[_Key, int] = {}
-        """Of each weight, in bytes."""
+        """Where each weight begins, in bytes."""
         self._tensors: list[torch.Tensor] = []
         self.nbytes = 0
         """Size of all, in bytes, with the gaps between them."""
@@ -132,7 +132,7 @@ class Waiting:
         self.runtime = runtime
         self._lock = threading.Lock()
         self._blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
-        # Of each thread, the block that it entered last; of None the one that was added last.
+        # The block that each thread entered last; under None the block that was added last.
         self._last: dict[int | None, weakref.ref[_Block]] = {}
         self._ahead: _Ahead | None = None
         self._is_full = False  # the device, for more than one block

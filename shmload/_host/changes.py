@@ -44,7 +44,7 @@ def forks_wait() -> Iterator[None]:
 
 _FORK_TIMEOUT_S = 5.0
 _forking = threading.RLock()
-# Of each thread: whether its fork has the lock.
+# Whether the fork of this thread has the lock.
 _fork = threading.local()
 
 

@@ -51,7 +51,7 @@ class Descriptor:
         return inode_of(os.fstat(self.fd))
 
     def take(self) -> int:
-        """Return the descriptor, which is the caller's from now on; -1 if there is none."""
+        """Return the descriptor, which the caller must close; -1 if there is none."""
         fd, self.fd = self.fd, -1
         return fd
 

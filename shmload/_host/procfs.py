@@ -55,7 +55,7 @@ class Mapping(NamedTuple):
     permissions: str
     """As the kernel writes them: `rw-p` is private and writable."""
     path: str
-    """Of the file, as the kernel writes it; empty if there is none."""
+    """The file's path, as the kernel writes it; empty if there is none."""
 
 
 # File systems -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Typed messages over a Unix socket, with descriptors.
 
 A frame is a 4-byte big-endian length and that many bytes of MessagePack: one `msgspec.Struct`,
-tagged by its class's name. Who says what is in `workers.messages`.
+tagged by its class's name. `workers.messages` has what each side sends.
 
 Guarantee: nothing is unpickled, every length has a limit, and a frame that is no message is a
 `ProtocolError`.

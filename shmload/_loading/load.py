@@ -49,7 +49,7 @@ class FilledPiece(NamedTuple):
     """Consecutive bytes of a part that have been decoded."""
 
     inode: Inode
-    """Of the part."""
+    """The part's inode."""
     begin: int
     """Offset of the first byte in the part, in bytes."""
     end: int

@@ -43,7 +43,7 @@ class Phase(enum.StrEnum):
     COPY = "copy to devices"
     REST = "rest"
     AWAIT = "wait for the load"
-    """Of a thread that waits for the load's own thread; sums have what that does meanwhile."""
+    """Another thread waits for the load's own; sums count what that one does meanwhile."""
 
 
 class _Segment(NamedTuple):

@@ -17,7 +17,7 @@ records it, so a process that dies needs no clean-up but this table.
     NAME       free       0400        resident, idle                     `evict`; for room; when
                                                                          its time is over
     NAME       any        01400       pinned: resident                   `evict` alone
-    NAME       exclusive  any         is listed or removed               who holds the lock
+    NAME       exclusive  any         is listed or removed               the lock's holder
 
 A segment that a publication needs is resident, and `evict` and `gc` leave it until the
 publication has gone.

@@ -101,9 +101,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keep_for_s: int = 0
     """How long it stays while no process uses it, in seconds; 0 if nothing limits that."""
     needs: tuple[str, ...] = ()
-    """Of a publication or a built object: names of the segments with the rest of its tensors."""
+    """Segments with the rest of a publication's or built object's tensors; empty for others."""
     kept: str = ""
-    """Of a built object: `whole`, or `models` or `nothing` with the reason."""
+    """What a built object keeps: `whole`, or `models` or `nothing` with the reason; else empty."""
 
 
 def make_metadata(

@@ -20,7 +20,7 @@ from shmload._wording import nearest
 from shmload.errors import ArgumentError, SegmentNotFound
 
 _NAME = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,99})(@(?P<version>[1-9][0-9]{0,8}))?")
-# Of a version that goes while the newest is looked up.
+# How often to look for the newest version: it may be removed before it is opened.
 _TRIES = 3
 
 

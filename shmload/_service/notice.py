@@ -6,7 +6,7 @@
     none                        none        no service runs
 
 Guarantee: at most one service of a user in one /dev/shm, by a lock that the kernel releases when
-its process ends. Who sees the segments sees the notice, also in another container.
+its process ends. A process that sees the segments sees the notice, also in another container.
 """
 
 import contextlib

@@ -43,7 +43,7 @@ def socket_of(key: str) -> str:
 
 
 def take_lock(key: str) -> int | None:
-    """Take the right to be the template of this key, and say who has it; None if another has.
+    """Lock the right to be the template of this key, and write who has it; None if another has.
 
     Returns:
         A descriptor, which holds it until it is closed, also in copies of this process.

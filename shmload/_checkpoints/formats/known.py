@@ -184,13 +184,13 @@ def default_name(library: str) -> str:
 
 
 def _owner(known: Format, names: Collection[str], library: str | None = None) -> str:
-    """Return the library whose models' weights some files are, by their names.
+    """Return the library whose models have weights with such names.
 
     Args:
         known: the format.
         names: of files.
-        library: what is returned if that is none, or another one if it has no models in this
-            format; None for an empty name.
+        library: what to return if no name tells; if that library has no models in this format,
+            another is returned. None: return an empty name then.
     """
     by_library = known.base_names
     for owner, base in by_library.items():

@@ -38,7 +38,7 @@ _ARCHIVE, _ARCHIVE_END = b"PK\3\4", b"PK\5\6"
 # The last record of an archive, and the longest comment behind it.
 _END_NBYTES = 22 + (1 << 16)
 _PICKLE = "/data.pkl"
-# Of a zip archive's first local header.
+# In a zip archive's first local header: the length of its file's name, and where the name begins.
 _NAME_NBYTES = slice(26, 28)
 _NAME_BEGIN = 30
 _ASKED = ("pytorch", "torch")
