@@ -13,7 +13,6 @@ import msgspec
 from shmload._building.classes import name_class
 from shmload._building.makers import PipelineMaker
 from shmload._checkpoints.formats.known import format_named
-from shmload._checkpoints.identity import lasting_key
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
 from shmload._checkpoints.own_dtypes import settle_dtype
@@ -21,6 +20,7 @@ from shmload._checkpoints.source import Source, files_of
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads
 from shmload._loading.progress import Callback
+from shmload._segments.names import identify_anywhere
 from shmload._segments.removal import remove_leftovers
 from shmload.errors import ArgumentError, ShardChanged, SourceNotFound
 from shmload.integrations.diffusers import load_pipeline
@@ -211,7 +211,7 @@ def _digest(source: Source, components: Collection[str] | None) -> str:
     stamps = []
     for path in files_of(source, components):
         found = os.stat(path)
-        stamp = lasting_key(path, found)
+        stamp = identify_anywhere(path, found)
         if found.st_size <= _SMALL_NBYTES and not format_named(path.name):
             with contextlib.suppress(OSError):  # the library cannot read it either
                 stamp = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

@@ -17,12 +17,12 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._building.placing import to_device as to_device
     from shmload._building.publishing import Published as Published
     from shmload._building.publishing import publish as publish
-    from shmload._loading.shard import Action as Action
-    from shmload._loading.shard import Plan as Plan
-    from shmload._loading.shard import ShardPlan as ShardPlan
+    from shmload._loading.plan import Action as Action
+    from shmload._loading.plan import Plan as Plan
+    from shmload._loading.plan import ShardPlan as ShardPlan
+    from shmload._loading.plan import plan as plan
     from shmload._loading.state_dict import load_state_dict as load_state_dict
     from shmload._loading.verbs import WarmReport as WarmReport
-    from shmload._loading.verbs import plan as plan
     from shmload._loading.verbs import view as view
     from shmload._loading.verbs import warm as warm
     from shmload._loading.view_directory import view_directory as view_directory
@@ -51,14 +51,14 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
 
 # The modules of the names above. They are imported on first use: `import shmload` stays light.
 _HOMES = {
-    "Action": "shmload._loading.shard",
+    "Action": "shmload._loading.plan",
     "Handle": "shmload.integrations.handles",
     "Model": "shmload._segments.models",
     "Placement": "shmload._placement.placement",
-    "Plan": "shmload._loading.shard",
+    "Plan": "shmload._loading.plan",
     "Published": "shmload._building.publishing",
     "SegmentInfo": "shmload._segments.listing",
-    "ShardPlan": "shmload._loading.shard",
+    "ShardPlan": "shmload._loading.plan",
     "Switcher": "shmload.integrations.switching",
     "SwitcherFigures": "shmload.integrations.switching",
     "Updated": "shmload.integrations.updating",
@@ -72,7 +72,7 @@ _HOMES = {
     "models": "shmload._segments.table",
     "newest": "shmload.integrations.updating",
     "pin": "shmload._segments.upkeep",
-    "plan": "shmload._loading.verbs",
+    "plan": "shmload._loading.plan",
     "publish": "shmload._building.publishing",
     "redirect": "shmload.integrations.redirect",
     "segments": "shmload._segments.listing",

@@ -22,8 +22,8 @@ from shmload._host.procfs import (
 )
 from shmload._host.shm import SHM_DIR, shm_free_nbytes, shm_total_nbytes
 from shmload._ipc.procs import has_pidfds
+from shmload._loading.plan import plan
 from shmload._loading.room import chosen_budget
-from shmload._loading.verbs import plan
 from shmload._runtimes import kinds
 from shmload._segments.eviction import evictable
 from shmload._segments.listing import segments, segments_by_lock

@@ -29,10 +29,8 @@ from shmload.workers.messages import (
     Failed,
     Fill,
     Filled,
-    Open,
     Ready,
     Reason,
-    ToWorker,
     decode_to_worker,
 )
 from shmload.workers.reader import FillError, Source, examine_source
@@ -64,15 +62,13 @@ class _Worker:
         self._filler = Filler()
         self._shards: dict[int, tuple[Source, int]] = {}
 
-    def handle(self, message: ToWorker, inbox: Inbox) -> None:
-        match message:
-            case Open(shard, workers):
-                if len(inbox.fds) < 2:
-                    raise ProtocolError("a shard was opened without its two descriptors")
-                fds = inbox.fds.pop(0), inbox.fds.pop(0)
-                self._shards[shard] = examine_source(_reopen(fds[0]), workers), fds[1]
-            case Fill():
-                send(self._channel, self._fill(message))
+    def handle(self, fill: Fill, inbox: Inbox) -> None:
+        if fill.shard not in self._shards:
+            if len(inbox.fds) < 2:
+                raise ProtocolError("the first piece of a shard came without its two descriptors")
+            fds = inbox.fds.pop(0), inbox.fds.pop(0)
+            self._shards[fill.shard] = examine_source(_reopen(fds[0]), fill.workers), fds[1]
+        send(self._channel, self._fill(fill))
 
     def _fill(self, fill: Fill) -> Filled | Failed:
         source, target = self._shards[fill.shard]

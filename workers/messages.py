@@ -2,8 +2,8 @@
 
     coordinator                          worker
         |  <- Ready                         |     once, when it has imported what it needs
-        |  Open + two descriptors ->        |     a shard and its part, by SCM_RIGHTS
-        |  Fill ->                          |     a piece of it; several may wait in the socket
+        |  Fill ->                          |     a piece; several may wait in the socket. The first
+        |                                   |     of a shard has two descriptors, by SCM_RIGHTS
         |  <- BytesRead ...                 |     while the piece is being filled
         |  <- Filled | Failed               |     in the order of the Fills
         |  (end of file)                    |     the worker leaves
@@ -19,7 +19,7 @@ import msgspec
 from shmload._ipc.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 7
+VERSION: Final = 8
 """To be increased with every change of a message."""
 
 
@@ -30,20 +30,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
-    """Keep the two descriptors that come with this message: the shard's, then the part's."""
-
-    shard: int
-    workers: int
-    """How many read at the same time."""
-
-
 class Fill(msgspec.Struct, frozen=True, tag=True):
-    """Fill one piece; its runs are in the order of their target offsets, with no gap."""
+    """Fill one piece; its runs are in the order of their target offsets, with no gap.
+
+    With the first of a shard come two descriptors to keep: the shard's, then the part's.
+    """
 
     shard: int
     piece: int
     runs: tuple[Run, ...]
+    workers: int
+    """How many read at the same time."""
 
 
 class BytesRead(msgspec.Struct, frozen=True, tag=True):
@@ -84,8 +81,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """For `TRUNCATED`: how far the shard could be read, in bytes."""
 
 
-ToWorker = Open | Fill
 FromWorker = Ready | BytesRead | Filled | Failed
 
-decode_to_worker = MessageReader[ToWorker](ToWorker, "a coordinator")
+decode_to_worker = MessageReader[Fill](Fill, "a coordinator")
 decode_from_worker = MessageReader[FromWorker](FromWorker, "a worker")

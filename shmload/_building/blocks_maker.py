@@ -25,11 +25,11 @@ from shmload._checkpoints.header import Blocks
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import format_with_blocks
+from shmload._decoding.shard import Shard
 from shmload._host.descriptors import Descriptor, inode_of
 from shmload._host.files import open_source
 from shmload._host.memory import PAGE_NBYTES, is_modified
 from shmload._host.procfs import mappings
-from shmload._loading.shard import Action, OpenShard
 from shmload._loading.state_dict import wrap
 
 
@@ -106,8 +106,8 @@ class BlocksMaker(SingleFileMaker):
         return Rule(target=wanted_dtype(dtype, ""), keeps_blocks=True)
 
     def _is_warm(self) -> bool:
-        with OpenShard("", self._path, RAW, keep=True) as raw:
-            return raw.plan.action is Action.ATTACH
+        with Shard("", self._path, RAW, keep=True) as raw:
+            return bool(raw.resident_nbytes)
 
     @contextlib.contextmanager
     def _weights(self, path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

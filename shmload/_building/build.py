@@ -108,7 +108,7 @@ class Build:
     def _build_early(self) -> Any:
         """Build the pipeline before all bytes are decoded; return None if that is not possible."""
         holdings = self._load.holdings
-        unfinished = {shard.plan.component for shard, _ in holdings.unfinished()}
+        unfinished = {shard.component for shard, _ in holdings.unfinished()}
         if holdings.awaited() or (unfinished and self._reads_at_once):
             return None
         generator_state = torch.get_rng_state()

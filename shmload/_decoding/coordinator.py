@@ -6,27 +6,17 @@ more on another.
 """
 
 import contextlib
-import functools
 import os
 import selectors
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from shmload._checkpoints.identity import is_unchanged
 from shmload._decoding.allowance import Allowance
-from shmload._decoding.job import (
-    DecodeCancelled,
-    Job,
-    OnBytes,
-    OnPiece,
-    changed,
-    decode_here,
-    error_of,
-)
-from shmload._decoding.worker_process import Piece, WorkerProcess
-from shmload._host.limits import no_memory
+from shmload._decoding.shard import Shard
+from shmload._decoding.worker_process import WorkerProcess
+from shmload._host.limits import is_lack_of_memory, no_memory
 from shmload._segments.pieces import Run, combine_digests, range_of
 from shmload._settings import settings
 from shmload._wording import logger_of
@@ -38,21 +28,31 @@ logger = logger_of(__name__)
 # Two pieces wait in each worker's socket, so that it does not idle while the parent's thread waits
 # for the interpreter lock (up to 5 ms while the main thread imports).
 _QUEUE_DEPTH = 3
-_MAX_ATTEMPTS = 2
+
+
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes newly read, from the thread that decodes."""
+OnPiece = Callable[..., None]
+"""Called with a shard and the runs of its piece that is complete, in the same thread; also with the
+id of the worker's process, if one has filled it, and the time at which it began."""
+
+
+class DecodeCancelled(Exception):
+    """A decode was cancelled by its caller; the parts are not complete."""
 
 
 def decode(
-    jobs: Sequence[Job],
+    shards: Sequence[Shard],
     workers: int,
     on_bytes: OnBytes,
     is_cancelled: Callable[[], bool] = bool,
-    on_piece: OnPiece = lambda job, piece, *_: None,
+    on_piece: OnPiece = lambda shard, runs, *_: None,
     allowance: Allowance | None = None,
 ) -> list[str]:
-    """Fill all parts; blocks until they are complete.
+    """Fill the parts of some shards; blocks until they are complete.
 
     Args:
-        jobs: what to decode. The parts already have their final length and header.
+        shards: what to decode. Their parts already have their final length and header.
         workers: number of processes. With zero it works in the caller's thread, which is faster for
             small shards and has no deadline.
         on_bytes: called with bytes newly read.
@@ -62,7 +62,7 @@ def decode(
             there; None for no limit. Needs workers.
 
     Returns:
-        The digest of each job's segment, in order, as 32 hexadecimal digits.
+        The digest of each shard's segment, in order, as 32 hexadecimal digits.
 
     Raises:
         CheckpointError: a shard ended early, changed, or could not be read.
@@ -71,24 +71,53 @@ def decode(
         DecodeCancelled: `is_cancelled` was true before the end.
     """
     if workers:
-        with Coordinator(jobs, workers, on_bytes, on_piece, allowance) as coordinator:
+        with Coordinator(shards, workers, on_bytes, on_piece, allowance) as coordinator:
             digests = coordinator.run(is_cancelled)
     else:
-        digests = [
-            decode_here(job, on_bytes, is_cancelled, functools.partial(on_piece, number))
-            for number, job in enumerate(jobs)
-        ]
-    for job in jobs:
-        if not is_unchanged(job.source, os.fstat(job.source_fd)):
-            raise changed(job.path)
+        digests = [_decode_here(shard, on_bytes, is_cancelled, on_piece) for shard in shards]
+    for shard in shards:
+        shard.require_unchanged()
     return digests
+
+
+def _decode_here(
+    shard: Shard, on_bytes: OnBytes, is_cancelled: Callable[[], bool], on_piece: OnPiece
+) -> str:
+    """Fill a shard's part in the caller's thread; return the digest of its segment."""
+    # Imported here: a parent with workers never needs the conversions.
+    from shmload.workers.fill import Filler
+    from shmload.workers.reader import FillError, examine_source
+
+    filler, source = Filler(), examine_source(shard.fd, 1)
+    try:
+        digests = []
+        for runs in shard.layout.pieces:
+            if is_cancelled():
+                raise DecodeCancelled
+            digests.append(filler.fill(source, _part_fd(shard), runs, on_bytes))
+            on_piece(shard, runs)
+        return combine_digests(digests)
+    except FillError as exc:
+        raise shard.failure(exc.reason, str(exc), exc.offset) from exc
+    except (MemoryError, ImportError, OSError) as exc:
+        if not is_lack_of_memory(exc):
+            raise
+        raise no_memory(shard.shown) from exc
+    finally:
+        filler.close()
+        source.close_direct()
+
+
+def _part_fd(shard: Shard) -> int:
+    assert shard.part
+    return shard.part.fd
 
 
 class Coordinator:
     """Hands out the pieces of one decode to workers that it has started; a context that ends them.
 
     Args:
-        jobs: as for `decode`, and so are the others.
+        shards: as for `decode`, and so are the others.
         workers: number of processes; they start at once and in parallel.
         on_bytes: called with bytes.
         on_piece: called with pieces.
@@ -97,7 +126,7 @@ class Coordinator:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        shards: Sequence[Shard],
         workers: int,
         on_bytes: OnBytes,
         on_piece: OnPiece,
@@ -105,12 +134,12 @@ class Coordinator:
     ) -> None:
         self._stall_timeout_s = settings().stall_timeout_s
         self._allowance = allowance
-        self._jobs = jobs
+        self._shards = shards
         self._on_bytes = on_bytes
         self._on_piece = on_piece
-        self._waiting = deque(_interleave([len(job.pieces) for job in jobs]))
-        self._attempts = Counter[Piece]()
-        self._digests = [[b""] * len(job.pieces) for job in jobs]
+        self._waiting = deque(_interleave(shards, workers))
+        self._tried = set[Fill]()
+        self._digests = [[b""] * len(shard.layout.pieces) for shard in shards]
         self._left = len(self._waiting)
         self._most_workers = workers
         self._lost_in_a_row = 0
@@ -177,7 +206,7 @@ class Coordinator:
         if died:
             how = worker.child.how_it_ended()
             if worker.child.has_exited and worker.lacked_memory:  # so would the next one
-                raise no_memory(self._path_of(worker) or self._jobs[0].path)
+                raise no_memory(self._path_of(worker) or self._shards[0].shown)
             if not worker.is_ready and worker.child.has_exited:  # so would the next one
                 raise worker.start_failure()
             hint = "perhaps the kernel ran out of memory, see dmesg" if how == "SIGKILL" else ""
@@ -186,35 +215,35 @@ class Coordinator:
 
     def _path_of(self, worker: WorkerProcess) -> str | os.PathLike[str] | None:
         """Return the shard that a worker reads; None if it has nothing to do."""
-        return self._jobs[worker.pieces[0][0]].path if worker.pieces else None
+        return self._shards[worker.fills[0].shard].shown if worker.fills else None
 
     def _take(self, worker: WorkerProcess, message: FromWorker) -> None:
         match message:
             case BytesRead(nbytes):
                 self._on_bytes(nbytes)
-            case Filled(shard, piece, digest):
-                self._digests[shard][piece] = digest
-                self._on_piece(shard, piece, worker.child.pid, worker.began_at)
+            case Filled(number, piece, digest):
+                self._digests[number][piece] = digest
+                shard = self._shards[number]
+                runs = shard.layout.pieces[piece]
+                self._on_piece(shard, runs, worker.child.pid, worker.began_at)
                 worker.began_at = time.monotonic()
                 self._left -= 1
                 self._lost_in_a_row = 0
-            case Failed(shard, _, reason, detail, offset):
-                raise error_of(self._jobs[shard], reason, detail, offset)
+            case Failed(number, _, reason, detail, offset):
+                raise self._shards[number].failure(reason, detail, offset)
         self._feed(worker)
 
     def _feed(self, worker: WorkerProcess) -> None:
         # With few pieces left, one each, so that the last ones end at the same time.
         depth = _QUEUE_DEPTH if len(self._waiting) > len(self._workers) else 1
-        while self._waiting and len(worker.pieces) < depth:
-            shard, piece = self._waiting[0]
-            job = self._jobs[shard]
-            runs = job.pieces[piece]
-            if self._allowance and not self._allowance.take(_nbytes_of(runs)):
+        while self._waiting and len(worker.fills) < depth:
+            fill = self._waiting[0]
+            if self._allowance and not self._allowance.take(_nbytes_of(fill.runs)):
                 return  # what is given back wakes this thread
             self._waiting.popleft()
-            fill = Fill(shard, piece, runs)
+            shard = self._shards[fill.shard]
             try:
-                worker.give(fill, job.source_fd, job.part_fd, len(self._workers))
+                worker.give(fill, shard.fd, _part_fd(shard))
             except OSError:
                 return  # it died, as its pidfd will tell; the piece is in its list
 
@@ -237,7 +266,7 @@ class Coordinator:
                 raise WorkerError(f"a worker was not ready in {settings().start_timeout_s:g} s")
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
-            if worker.pieces and is_silent and not worker.has_news():
+            if worker.fills and is_silent and not worker.has_news():
                 what = f"a worker made no progress in {self._stall_timeout_s:g} s"
                 remedy = "check the disk it is on or raise SHMLOAD_STALL_TIMEOUT_S"
                 self._replace(worker, what, remedy)
@@ -261,21 +290,22 @@ class Coordinator:
                 self._selector.unregister(fileobj)
         self._workers.remove(worker)
         worker.close()
-        # Only its oldest piece counts as tried; the ones behind it were never begun.
-        tried = worker.pieces[0] if worker.pieces else None
-        self._attempts.update([tried] if tried else ())
-        for shard, piece in worker.pieces:
-            if self._allowance:  # the worker is dead and no longer writes
-                self._allowance.give_back(_nbytes_of(self._jobs[shard].pieces[piece]))
+        if self._allowance:  # the worker is dead and no longer writes
+            for fill in worker.fills:
+                self._allowance.give_back(_nbytes_of(fill.runs))
         self._lost_in_a_row += 1
-        is_hopeless = self._lost_in_a_row >= max(_MAX_ATTEMPTS, self._most_workers)
-        is_tried = tried and self._attempts[tried] >= _MAX_ATTEMPTS
+        is_hopeless = self._lost_in_a_row >= max(2, self._most_workers)
+        # Only its oldest piece counts as tried; the ones behind it were never begun.
+        begun = worker.fills[0] if worker.fills else None
+        is_tried = begun in self._tried
         if is_tried or is_hopeless:
             often = "twice" if is_tried else f"the last of {self._lost_in_a_row} in a row"
             text = f"{what}{doing}, {often}{'; ' * bool(remedy)}{remedy}"
             raise WorkerError(text, path=path, how=how)
         logger.warning("%s%s; its pieces go to another", what, doing)
-        self._waiting.extendleft(reversed(worker.pieces))
+        if begun:
+            self._tried.add(begun)
+        self._waiting.extendleft(reversed(worker.fills))
         self._feed_all()
         if self._waiting or not self._workers:
             replacement = WorkerProcess()
@@ -283,17 +313,18 @@ class Coordinator:
             self._watch(replacement)
 
 
-def _interleave(pieces: Sequence[int]) -> list[Piece]:
+def _interleave(shards: Sequence[Shard], workers: int) -> list[Fill]:
     """Return all pieces, with those of each shard spread evenly over the whole list.
 
     The kernel lets one process at a time write to a file (tmpfs takes the inode's lock), so workers
     should not fill the same part at the same time.
-
-    Args:
-        pieces: number of pieces of each shard.
     """
-    every = [(shard, piece) for shard, count in enumerate(pieces) for piece in range(count)]
-    return sorted(every, key=lambda each: (each[1] + 0.5) / pieces[each[0]])
+    every = [
+        ((piece + 0.5) / len(shard.layout.pieces), Fill(number, piece, runs, workers))
+        for number, shard in enumerate(shards)
+        for piece, runs in enumerate(shard.layout.pieces)
+    ]
+    return [fill for _, fill in sorted(every, key=lambda each: each[0])]
 
 
 def _nbytes_of(runs: Sequence[Run]) -> int:

@@ -20,13 +20,9 @@ from shmload.workers.messages import (
     Fill,
     Filled,
     FromWorker,
-    Open,
     Ready,
     decode_from_worker,
 )
-
-Piece = tuple[int, int]
-"""The numbers of a shard and of a piece of it."""
 
 
 class WorkerProcess:
@@ -34,7 +30,7 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._opened: set[int] = set()
-        self.pieces: deque[Piece] = deque()
+        self.fills: deque[Fill] = deque()
         """Handed out and not yet answered, oldest first."""
         self.is_ready = False
         """Whether it has started."""
@@ -58,23 +54,20 @@ class WorkerProcess:
         self.channel = self.child.channel
         self._inbox = Inbox(self.channel)
 
-    def give(self, fill: Fill, source: int, target: int, workers: int) -> None:
-        """Hand out a piece, and first the shard's descriptors if the worker lacks them.
+    def give(self, fill: Fill, source: int, target: int) -> None:
+        """Hand out a piece, with the shard's descriptors if the worker lacks them.
 
         Args:
             fill: the piece.
             source: descriptor of the shard.
             target: descriptor of the part.
-            workers: how many read at the same time.
         """
-        if not self.pieces:
+        if not self.fills:
             self.active_at = self.began_at = time.monotonic()
         # Before sending: if that fails, the piece must not get lost.
-        self.pieces.append((fill.shard, fill.piece))
-        if fill.shard not in self._opened:
-            send(self.channel, Open(fill.shard, workers), (source, target))
-            self._opened.add(fill.shard)
-        send(self.channel, fill)
+        self.fills.append(fill)
+        send(self.channel, fill, () if fill.shard in self._opened else (source, target))
+        self._opened.add(fill.shard)
 
     def has_news(self) -> bool:
         """Tell whether a message of it is still unread."""
@@ -100,9 +93,10 @@ class WorkerProcess:
                         raise WorkerError(f"the worker speaks version {version}, not {VERSION}")
                     self.is_ready = True
                 case Filled(shard, piece) | Failed(shard, piece):
-                    if not self.pieces or self.pieces[0] != (shard, piece):
+                    first = self.fills[0] if self.fills else None
+                    if first is None or (first.shard, first.piece) != (shard, piece):
                         raise ProtocolError(f"an answer for piece {piece} that was not asked for")
-                    self.pieces.popleft()
+                    self.fills.popleft()
             yield message
 
     @property

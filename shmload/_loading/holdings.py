@@ -10,18 +10,17 @@ from pathlib import Path
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
-from shmload._decoding.job import Job
+from shmload._decoding.shard import Shard, open_checkpoint
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.memory import free_pages
 from shmload._host.reading import cached_part
 from shmload._loading.room import made_room
-from shmload._loading.shard import Action, OpenShard, open_checkpoint
 from shmload._segments.eviction import Budget
 from shmload._segments.lease import Lease
 from shmload._segments.listing import SegmentInfo, holders
-from shmload._segments.part import Awaited, Held, Opened, Part, acquire
+from shmload._segments.part import Awaited, Held, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
 from shmload._segments.segment import Segment, Stay, attach
 from shmload._segments.view import descriptor_path
@@ -52,7 +51,7 @@ class Holdings:
         self._stay = stay
         self._may_link = may_link
         self._is_bounded = is_bounded
-        self.shards: list[OpenShard] = []
+        self.shards: list[Shard] = []
         self.held: dict[str, Held] = {}
         """By the name of the segment; links have none."""
         self._decoded: set[str] = set()
@@ -84,7 +83,7 @@ class Holdings:
                 source, checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes
             )
 
-    def acquire(self) -> list[OpenShard]:
+    def acquire(self) -> list[Shard]:
         """Attach each segment, or take the lock of its part.
 
         Does not wait for other builders; `awaited` returns the shards that they build. Waits at
@@ -97,16 +96,16 @@ class Holdings:
             SegmentError: a resident segment is damaged or another user's.
             SharedMemoryFull: /dev/shm has no inodes left.
         """
-        mine: list[OpenShard] = []
+        mine: list[Shard] = []
         for shard in self.shards:
-            name = shard.plan.segment
-            if shard.plan.action is Action.LINK:
-                if cached_part(shard.fd, shard.source.st_size) != 1.0:
+            if shard.is_linked:
+                if cached_part(shard.fd, shard.stat.st_size) != 1.0:
                     read_ahead(shard.fd)
-            elif name not in self.held:  # two paths may lead to one file
-                self.held[name] = self._acquire(name)
-                match self.held[name]:
+            elif shard.name not in self.held:  # two paths may lead to one file
+                self.held[shard.name] = held = self._acquire(shard.name)
+                match held:
                     case Part():
+                        shard.part = held
                         mine.append(shard)
                     case Segment() as segment:
                         self._headers.append(segment.read_header())  # raises if it is damaged
@@ -123,7 +122,7 @@ class Holdings:
         return acquire(name, needs_name=self._stay is not Stay.PRIVATE)
 
     def make_parts(
-        self, shards: Sequence[OpenShard], budget: Budget | None, is_cancelled: Callable[[], bool]
+        self, shards: Sequence[Shard], budget: Budget | None, is_cancelled: Callable[[], bool]
     ) -> list[SegmentInfo]:
         """Make room for some shards' parts; give them their length and header.
 
@@ -140,18 +139,15 @@ class Holdings:
             DecodeCancelled: `is_cancelled` was true during a wait for room.
         """
         for shard in shards:
-            require_file_size(shard.plan.path, shard.layout.nbytes)
+            require_file_size(shard.path, shard.layout.nbytes)
         nbytes = 0 if self._is_bounded else sum(shard.layout.nbytes for shard in shards)
         with made_room(nbytes, budget, is_cancelled=is_cancelled) as evicted:
             for shard in shards:
-                self._part(shard).prepare(shard.layout)
+                assert shard.part
+                shard.part.prepare(shard.layout)
         return evicted
 
-    def jobs(self, shards: Iterable[OpenShard]) -> list[Job]:
-        """Return the jobs that decode some shards into their parts."""
-        return [shard.job(self._part(shard)) for shard in shards]
-
-    def publish(self, shard: OpenShard, digest: str) -> None:
+    def publish(self, shard: Shard, digest: str) -> None:
         """Declare a shard's part complete.
 
         Args:
@@ -162,26 +158,22 @@ class Holdings:
             SegmentError, SegmentUntrusted: its name was removed from outside, or taken by another
                 user.
         """
-        name = shard.plan.segment
-        part = self._part(shard)
-        assert isinstance(part, Part)
-        stay = self._stay if part.has_name else Stay.PRIVATE
-        self.held[name] = part.publish(digest, stay)
-        self._decoded.add(name)
+        assert shard.part
+        stay = self._stay if shard.part.has_name else Stay.PRIVATE
+        self.held[shard.name] = shard.part.publish(digest, stay)
+        self._decoded.add(shard.name)
 
-    def awaited(self) -> list[OpenShard]:
+    def awaited(self) -> list[Shard]:
         """Return the shards whose segments other processes are building."""
         return [each for each in self.shards if isinstance(self._of(each), Awaited)]
 
-    def wait_for(
-        self, shard: OpenShard, timeout_s: float, is_cancelled: Callable[[], bool]
-    ) -> bool:
+    def wait_for(self, shard: Shard, timeout_s: float, is_cancelled: Callable[[], bool]) -> bool:
         """Wait for another process's part; return whether this process has to decode it instead.
 
         Raises:
             SegmentTimeout: as `Awaited.wait`.
         """
-        name = shard.plan.segment
+        name = shard.name
         held = self.held[name]
         while isinstance(held, Awaited):
             self.held[name] = held = held.wait(timeout_s, is_cancelled)
@@ -190,23 +182,19 @@ class Holdings:
                 self.held[name] = held = acquire(name)
         if self._stay is Stay.RESIDENT and isinstance(held, Segment):
             held.keep()
-        return isinstance(held, Part)
+        shard.part = held if isinstance(held, Part) else None
+        return shard.part is not None
 
-    def _of(self, shard: OpenShard) -> Held | None:
-        return self.held.get(shard.plan.segment)
-
-    def _part(self, shard: OpenShard) -> Part:
-        part = self._of(shard)
-        assert isinstance(part, Part)
-        return part
+    def _of(self, shard: Shard) -> Held | None:
+        return self.held.get(shard.name)
 
     # Asking ---------------------------------------------------------------------------------------
 
-    def opened(self) -> Iterator[tuple[OpenShard, Opened | None]]:
+    def opened(self) -> Iterator[tuple[Shard, Segment | Part | None]]:
         """Yield each shard with its segment or part; None for a link or a wait."""
         for shard in self.shards:
             held = self._of(shard)
-            yield shard, held if isinstance(held, Opened) else None
+            yield shard, None if isinstance(held, Awaited) else held
 
     def segments(self) -> list[Segment]:
         """Return the complete segments; the holdings own them."""
@@ -217,9 +205,7 @@ class Holdings:
 
         A file that is linked is the one that was planned, also if another takes its place.
         """
-        return {
-            shard.plan.path: descriptor_path((held or shard).fd) for shard, held in self.opened()
-        }
+        return {shard.path: descriptor_path((held or shard).fd) for shard, held in self.opened()}
 
     def inodes(self) -> set[Inode]:
         """Return the inodes of segments and parts, and of shards that are linked."""
@@ -230,7 +216,7 @@ class Holdings:
         opened = ((held or shard) for shard, held in self.opened())
         return [(each.inode, each.fd) for each in opened]
 
-    def unfinished(self) -> list[tuple[OpenShard, Part]]:
+    def unfinished(self) -> list[tuple[Shard, Part]]:
         """Return the parts, of which bytes may be missing, with their shards."""
         return [(shard, held) for shard, held in self.opened() if isinstance(held, Part)]
 

@@ -20,21 +20,20 @@ from typing import NamedTuple, Self
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Source
 from shmload._decoding.allowance import Allowance, Bound
-from shmload._decoding.coordinator import decode
-from shmload._decoding.job import DecodeCancelled, Job, OnPiece
+from shmload._decoding.coordinator import DecodeCancelled, decode
+from shmload._decoding.shard import Shard
 from shmload._host.background import Background
 from shmload._host.collector import paused_gc
-from shmload._host.descriptors import Inode, inode_of
+from shmload._host.descriptors import Inode
 from shmload._host.limits import explained
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress
 from shmload._loading.room import chosen_budget
-from shmload._loading.shard import OpenShard
 from shmload._loading.trace import Phase, current, during
 from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
-from shmload._segments.pieces import range_of
+from shmload._segments.pieces import Run, range_of
 from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import check_digest
@@ -160,7 +159,7 @@ class Load:
         """
         bound, self._bound = self._bound, None
         if bound and bound.limit_nbytes is not None:
-            nbytes = sum(shard.source.st_size for shard in self.holdings.shards)
+            nbytes = sum(shard.stat.st_size for shard in self.holdings.shards)
             raise MemoryLimitExceeded(
                 f"the host must hold {format_nbytes(nbytes)}, and max_host_memory is "
                 f"{format_nbytes(bound.limit_nbytes)}: {reason}; load it without the limit",
@@ -224,12 +223,12 @@ class Load:
         self._work = Background(functools.partial(self._run, mine), "shmload-decode")
         self._work.start()
 
-    def _run(self, mine: list[OpenShard]) -> None:
+    def _run(self, mine: list[Shard]) -> None:
         """The thread's function."""
         with self._trace.thread("load") if self._trace else contextlib.nullcontext():
             self._fill(mine)
 
-    def _fill(self, mine: list[OpenShard]) -> None:
+    def _fill(self, mine: list[Shard]) -> None:
         """Decode some shards, then wait for the parts of other processes."""
         try:
             if mine:
@@ -239,10 +238,10 @@ class Load:
         finally:
             self._filled.put(None)
 
-    def _wait_for(self, shard: OpenShard) -> None:
+    def _wait_for(self, shard: Shard) -> None:
         """Wait for another process's part, or decode it here if that process dies."""
         timeout_s = settings().wait_timeout_s
-        doing = f"waiting for another process that decodes {shard.plan.path.name}"
+        doing = f"waiting for another process that decodes {shard.path.name}"
         try:
             with self._progress.during(Phase.WAIT, doing):
                 is_mine = self.holdings.wait_for(shard, timeout_s, self._cancelled.is_set)
@@ -252,32 +251,32 @@ class Load:
             raise
         if is_mine:
             self._prepare([shard])
-            self._progress.expect(shard.plan.read_nbytes)
+            self._progress.expect(shard.header.data_nbytes)
             self._decode([shard])
 
-    def _prepare(self, shards: list[OpenShard]) -> None:
+    def _prepare(self, shards: list[Shard]) -> None:
         """Make room for some shards' parts, and give them their length and header."""
         budget = chosen_budget() if self._stay is Stay.RESIDENT else None
         with self._progress.during(Phase.MAKE_ROOM):
             gone = self.holdings.make_parts(shards, budget, self._cancelled.is_set)
-        self.read_nbytes += sum(shard.plan.read_nbytes for shard in shards)
+        self.read_nbytes += sum(shard.header.data_nbytes for shard in shards)
         for each in find_models(gone):
             self.evicted.append(each)
             logger.info("%s: %s", self._source.given, each.eviction)
 
-    def _decode(self, shards: list[OpenShard]) -> None:
+    def _decode(self, shards: list[Shard]) -> None:
         """Fill some shards' parts, and publish them unless their pages are given back."""
-        jobs = self.holdings.jobs(shards)
         # The load's own thread decodes little faster than workers start.
-        is_little = sum(job.read_nbytes for job in jobs) <= settings().inline_nbytes
+        nbytes = sum(shard.header.data_nbytes for shard in shards)
+        is_little = nbytes <= settings().inline_nbytes
         workers = 0 if is_little and not self._bound else self._workers
         with self._progress.during(Phase.READ):
             digests = decode(
-                jobs,
+                shards,
                 workers,
                 self._progress.add,
                 self._cancelled.is_set,
-                on_piece=self._note_pieces(jobs),
+                on_piece=self._note_piece,
                 allowance=self._allowance,
             )
         if self.is_bounded:
@@ -285,13 +284,11 @@ class Load:
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest)
 
-    def _note_pieces(self, jobs: Sequence[Job]) -> OnPiece:
-        """Return what notes the pieces of some jobs as filled."""
-        inodes = [inode_of(os.fstat(job.part_fd)) for job in jobs]
-
-        def note(job: int, piece: int, worker: int = 0, since: float = 0.0) -> None:
-            if worker and self._trace:
-                self._trace.note_piece(worker, since, os.fspath(jobs[job].path))
-            self._filled.put(FilledPiece(inodes[job], *range_of(jobs[job].pieces[piece])))
-
-        return note
+    def _note_piece(
+        self, shard: Shard, runs: Sequence[Run], worker: int = 0, since: float = 0.0
+    ) -> None:
+        """Note a piece as filled."""
+        if worker and self._trace:
+            self._trace.note_piece(worker, since, os.fspath(shard.shown))
+        assert shard.part
+        self._filled.put(FilledPiece(shard.part.inode, *range_of(runs)))

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from shmload._decoding.job import DecodeCancelled
+from shmload._decoding.coordinator import DecodeCancelled
 from shmload._host.shm import no_room, shm_nbytes
 from shmload._segments.eviction import Budget, evict_for, require_room
 from shmload._segments.listing import SegmentInfo

@@ -19,7 +19,6 @@ from shmload._host.shm import reopen
 from shmload._loading.progress import Callback, Progress
 from shmload._loading.sources import complete_load, find_certain, require_read
 from shmload._segments.lease import Lease
-from shmload._segments.part import Opened
 from shmload._segments.segment import Segment, Stay
 from shmload._wording import logger_of
 from shmload.errors import ArgumentError, ShardMalformed
@@ -100,7 +99,7 @@ def load_state_dict(
         tensors.metadata = {}
         for shard, segment in load.holdings.opened():
             tensors.metadata |= shard.header.metadata or {}
-            name = segment.name if segment else str(shard.plan.path)
+            name = segment.name if segment else str(shard.path)
             tensors.update(wrap((segment or shard).fd, name, segment))
     if _LORA_METADATA in tensors.metadata:
         logger.warning(
@@ -111,7 +110,7 @@ def load_state_dict(
     return tensors
 
 
-def wrap(fd: int, name: str, segment: Opened | None = None) -> "dict[str, torch.Tensor]":
+def wrap(fd: int, name: str, segment: Descriptor | None = None) -> "dict[str, torch.Tensor]":
     """Map a segment or a shard, and wrap each of its tensors without a copy.
 
     The mapping is private (copy-on-write), and each tensor's storage keeps it alive. Python's mmap
@@ -177,7 +176,7 @@ def torch_dtypes() -> "dict[str, torch.dtype]":
     }
 
 
-def _map(fd: int, segment: Opened | None) -> mmap.mmap:
+def _map(fd: int, segment: Descriptor | None) -> mmap.mmap:
     """Map a file; one of a shared segment ends its lease when it goes."""
     if not isinstance(segment, Segment) or not segment.is_shared:
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,12 @@ from typing import Any
 import msgspec
 
 from shmload._checkpoints.formats.known import name_in_view
-from shmload._checkpoints.library import library
-from shmload._checkpoints.own_dtypes import settle_dtype
 from shmload._checkpoints.source import LeftOut, Source, find_left_out, why_none_is_read
 from shmload._checkpoints.wanted import Wanted, require_bools
-from shmload._host.collector import paused_gc
 from shmload._host.limits import repair_errors
 from shmload._loading.progress import Callback, Progress
-from shmload._loading.shard import Plan, open_checkpoint
 from shmload._loading.sources import complete_load, find_with_rules, require_read
 from shmload._loading.trace import Phase, describe_times, tracing
-from shmload._placement.inventory import Inventory, choose_inventory
-from shmload._placement.placement import place
 from shmload._segments.models import Model
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
@@ -150,74 +144,6 @@ def warm(
                 left_out=left_out,
                 evicted=tuple(load.evicted),
             )
-
-
-def plan(
-    source: str | os.PathLike[str],
-    *,
-    pipeline_class: type | str | None = None,
-    dtype: object = None,
-    components: Collection[str] | None = None,
-    variant: str | None = None,
-    keep: bool = False,
-    device_map: object = None,
-    max_memory: Mapping[Any, object] | None = None,
-    inventory: str | Inventory | None = None,
-    **hub_kwargs: Any,
-) -> Plan:
-    """Say what `load_pipeline` would do, or with `keep` what `warm` would do.
-
-    It reads the headers of the shards and no weights. A hub id that is not in the cache is
-    downloaded first, unless `local_files_only` is True.
-
-    With `device_map`, `max_memory` or `inventory` the plan also names the device of every module.
-    The devices need not exist here. This imports the libraries, which takes three seconds.
-
-    Args:
-        source: as for `warm`.
-        pipeline_class: as for `warm`.
-        dtype: as for `warm`.
-        components: as for `warm`.
-        variant: as for `warm`.
-        keep: plan resident segments.
-        device_map: a strategy (`balanced`, `balanced_low_0`, `sequential`, `auto`), a device, or a
-            dict of devices by component, pattern or dotted path; None for `auto`.
-        max_memory: the most that weights may take of each device, as for accelerate. Without an
-            inventory, the accelerators named here are the only ones.
-        inventory: the devices of another machine, such as `2x24GiB` or `cuda:0=24GiB,cpu=64GiB`;
-            None for the devices of this machine.
-        hub_kwargs: as for `warm`.
-
-    Raises:
-        SourceNotFound, UnknownComponent, UnknownDtype, CheckpointError.
-        ArgumentError: the device map does not fit the pipeline.
-        DoesNotFit: the devices are too small; the message says what would fit.
-    """
-    require_bools(keep=keep)
-    wanted = Wanted.parse(source, dtype, components, variant, hub_kwargs, function=plan)
-    with Progress(None, wanted.title) as progress:
-        found, rules = find_with_rules(wanted, progress, pipeline_class=pipeline_class)
-    shards = []
-    with paused_gc():
-        for checkpoint in found.checkpoints:
-            rule = rules[checkpoint.component]
-            for shard in open_checkpoint(found, checkpoint, rule, keep=keep):
-                with shard:
-                    shards.append(shard.plan)
-    placement = None
-    if (device_map, max_memory, inventory) != (None, None, None):
-        with paused_gc():
-            described = library("module_trees").components_of(
-                found, settle_dtype(wanted.dtype, found), components
-            )
-        devices = choose_inventory(inventory, max_memory)
-        placement = place(described, "auto" if device_map is None else device_map, devices)
-    return Plan(
-        source=str(source),
-        shards=tuple(shards),
-        placement=placement,
-        left_out=find_left_out(found),
-    )
 
 
 @contextlib.contextmanager

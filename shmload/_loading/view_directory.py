@@ -92,8 +92,7 @@ def view_directory(
             move_pins(held)
             for segment in held:
                 segment.pin()
-            plans = [shard.plan for shard in load.holdings.shards]
-            names = {plan.path: SHM_DIR / plan.segment for plan in plans}
+            names = {shard.path: SHM_DIR / shard.name for shard in load.holdings.shards}
             shown = mirror(absolute(found.root), names)
             shown.files.update(_configurations(found, shown, rules))
             try:

@@ -6,7 +6,6 @@ on a multiple of its element size.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
 
 import msgspec
 
@@ -66,20 +65,20 @@ def lay_out(
         metadata: what its header says, besides the shard's own metadata.
         piece_nbytes: size of its pieces, in bytes; `PIECE_NBYTES` if None, as in a digest.
     """
-    stored = [(tensor, _Stored.of(tensor, dtype_of(tensor))) for tensor in header.tensors]
+    tensors = [(tensor, dtype_of(tensor)) for tensor in header.tensors]
     # Within an alignment in the order of the shard's data, so that reading stays sequential. The
     # header need not be in that order.
-    stored.sort(key=lambda each: (-each[1].alignment, each[0].begin, each[0].end))
+    tensors.sort(key=lambda each: (-_alignment_of(*each), each[0].begin, each[0].end))
     specs: list[TensorSpec] = []
     position = 0
-    for tensor, (dtype, shape, nbytes, _) in stored:
-        specs.append(TensorSpec(tensor.name, dtype, shape, position, position + nbytes))
-        position += nbytes
+    for tensor, dtype in tensors:
+        specs.append(_stored(tensor, dtype, position))
+        position = specs[-1].end
     described = msgspec.structs.replace(
         metadata, dtype=metadata.dtype or main_dtype(header.tensors, metadata.conversion)
     )
     raw = build_header(tuple(specs), header_entries(described, header.metadata), PAGE_NBYTES)
-    runs = join_runs([tensor for tensor, _ in stored], specs, header.data_offset, len(raw))
+    runs = join_runs([tensor for tensor, _ in tensors], specs, header.data_offset, len(raw))
     return Layout(
         header=raw,
         pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
@@ -95,26 +94,29 @@ def alignment(nbytes: int, most: int = _LINE_NBYTES) -> int:
     return min(most, nbytes & -nbytes) if nbytes else most
 
 
-class _Stored(NamedTuple):
-    """One tensor as the segment has it."""
+def _stored(tensor: TensorSpec, dtype: str, begin: int) -> TensorSpec:
+    """Return a tensor as the segment has it.
 
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    alignment: int
+    Args:
+        tensor: of the shard.
+        dtype: that it gets.
+        begin: its offset in the segment's data, in bytes.
+    """
+    shape, nbytes = tensor.shape, tensor.nbytes
+    if dtype != tensor.dtype:
+        assert tensor.dtype in FLOATS or tensor.dtype in BLOCKS, tensor
+        assert dtype in FLOATS, dtype
+        nbytes = converted_nbytes(nbytes, tensor.dtype, dtype)
+    elif dtype in BLOCKS:
+        dtype, shape = RAW_BLOCKS, shape_in_bytes(dtype, shape)
+    return TensorSpec(tensor.name, dtype, shape, begin, begin + nbytes)
 
-    @classmethod
-    def of(cls, tensor: TensorSpec, dtype: str) -> Self:
-        if dtype != tensor.dtype:
-            assert tensor.dtype in FLOATS or tensor.dtype in BLOCKS, tensor
-            assert dtype in FLOATS, dtype
-            nbytes = converted_nbytes(tensor.nbytes, tensor.dtype, dtype)
-            # A block must not lie in two pieces, so each starts on a multiple of its size.
-            most = LARGEST_BLOCK * 8 if tensor.dtype in BLOCKS else _LINE_NBYTES
-            return cls(dtype, tensor.shape, nbytes, alignment(nbytes, most))
-        aligned = alignment(tensor.nbytes)
-        if dtype in BLOCKS:
-            # Parts of a tensor that are whole pages can be mapped in another order.
-            aligned = alignment(tensor.nbytes, PAGE_NBYTES)
-            return cls(RAW_BLOCKS, shape_in_bytes(dtype, tensor.shape), tensor.nbytes, aligned)
-        return cls(dtype, tensor.shape, tensor.nbytes, aligned)
+
+def _alignment_of(tensor: TensorSpec, dtype: str) -> int:
+    """Return what a tensor of the shard, which gets a dtype, is aligned to in the segment."""
+    most = _LINE_NBYTES
+    if tensor.dtype in BLOCKS:
+        # Parts of a tensor that are whole pages can be mapped in another order. A block must not
+        # lie in two pieces, so what is made of one starts on a multiple of the largest.
+        most = PAGE_NBYTES if dtype == tensor.dtype else LARGEST_BLOCK * 8
+    return alignment(converted_nbytes(tensor.nbytes, tensor.dtype, dtype), most)

@@ -14,13 +14,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from shmload._checkpoints.identity import identify
 from shmload._checkpoints.wanted import is_publication
 from shmload._host.descriptors import Inode, inode_of, try_lock
 from shmload._host.procfs import command_of, lock_holders, mappers
 from shmload._host.shm import shm_stat
 from shmload._segments.metadata import BUILT_SUFFIX, Metadata, read_metadata
-from shmload._segments.names import part_names, short_id
+from shmload._segments.names import identify, part_names, short_id
 from shmload._segments.segment import Segment, open_segments
 from shmload._tables import Listing, Page, Table
 from shmload._wording import count_of, format_nbytes, format_time
@@ -175,7 +174,7 @@ def _is_of(path: str, identity: str) -> bool:
     if is_publication(path):
         return True
     try:
-        return identify(path, os.stat(path)).key == identity
+        return identify(path, os.stat(path)) == identity
     except (OSError, ValueError):
         return False
 

@@ -13,15 +13,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES, prevailing_dtype
 from shmload._checkpoints.header import TensorSpec
-from shmload._checkpoints.identity import identify
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
+from shmload._segments.names import identify
 
 _IN_HUB_CACHE = re.compile(r".*/models--(?P<id>[^/]+)/snapshots/[^/]+", re.DOTALL)
 _KEY = "shmload"
@@ -45,35 +44,6 @@ BUILT_SUFFIX = "/built"
 _TEXT_BEGIN = _KEEP_FOR_NDIGITS + len(_NO_DIGEST) + 2
 
 
-class Place(NamedTuple):
-    """Where a segment belongs: the fields of the same names in `Metadata`."""
-
-    model: str = ""
-    root: str = ""
-    component: str = ""
-    variant: str = ""
-
-    @classmethod
-    def of(cls, source: Source, component: str) -> "Place":
-        """Return where a component of a source belongs.
-
-        A folder of a pipeline that is loaded alone is a component of the pipeline.
-        """
-        root, given = os.path.abspath(source.root), os.fspath(source.given)
-        above, name = os.path.split(root)
-        if any(os.path.exists(os.path.join(above, index)) for index in (INDEX, MODULAR_INDEX)):
-            root, component = above, name
-        in_hub_cache = _IN_HUB_CACHE.fullmatch(root)
-        if in_hub_cache:
-            model = in_hub_cache["id"].replace("--", "/")
-        else:
-            model = given if is_url(given) else os.path.basename(root)
-        return cls(model, root, component, source.variant or "")
-
-
-_NOWHERE = Place()
-
-
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a segment's header says about it."""
 
@@ -89,7 +59,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     variant: str = ""
     """The variant that was asked for, such as `fp16`."""
     identity: str = ""
-    """The shard's `Identity.key` when it was decoded; the same for all links to one file."""
+    """The shard's, by `names.identify`, when it was decoded; the same for all links to one file."""
     conversion: str = ""
     """What was done to its dtypes, or `raw`."""
     dtype: str = ""
@@ -106,29 +76,43 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a built object keeps: `whole`, or `models` or `nothing` with the reason; else empty."""
 
 
+def home_of(source: Source, component: str) -> Metadata:
+    """Return metadata that say which model a component of a source belongs to, and no more.
+
+    A folder of a pipeline that is loaded alone is a component of the pipeline.
+    """
+    root, given = os.path.abspath(source.root), os.fspath(source.given)
+    above, name = os.path.split(root)
+    if any(os.path.exists(os.path.join(above, index)) for index in (INDEX, MODULAR_INDEX)):
+        root, component = above, name
+    in_hub_cache = _IN_HUB_CACHE.fullmatch(root)
+    if in_hub_cache:
+        model = in_hub_cache["id"].replace("--", "/")
+    else:
+        model = given if is_url(given) else os.path.basename(root)
+    return Metadata(model=model, root=root, component=component, variant=source.variant or "")
+
+
+_NOWHERE = Metadata()
+
+
 def make_metadata(
-    source: str,
-    identity: str,
-    conversion: str,
-    place: Place = _NOWHERE,
-    needs: tuple[str, ...] = (),
+    source: str, identity: str, conversion: str, home: Metadata = _NOWHERE
 ) -> Metadata:
     """Return what the header of a new segment is to say.
 
     Args:
         source: path of the shard, or the name of a publication.
-        identity: the shard's `Identity.key`.
+        identity: of the shard.
         conversion: what is done to its dtypes, or `raw`.
-        place: where it belongs.
-        needs: names of other segments, without which it is of no use.
+        home: says which model it belongs to.
     """
-    return Metadata(
+    return msgspec.structs.replace(
+        home,
         source=source,
-        **place._asdict(),
         identity=identity,
         conversion=conversion,
         created_at=round(time.time(), 3),
-        needs=needs,
     )
 
 
@@ -139,7 +123,7 @@ def built_metadata(file: str, kept: str) -> Metadata:
         file: path of a shard of its model.
         kept: as in `Metadata`.
     """
-    identity = identify(file, os.stat(file)).key + BUILT_SUFFIX
+    identity = identify(file, os.stat(file)) + BUILT_SUFFIX
     return msgspec.structs.replace(make_metadata(file, identity, "built"), kept=kept)
 
 

@@ -1,4 +1,4 @@
-"""The names of this user's segments in /dev/shm.
+"""The names of this user's segments in /dev/shm, and the identity of a file, which one is made of.
 
 shmload-UID-KEY             a segment; KEY is 30 hexadecimal digits
 shmload-UID-KEY.part        its part, while the segment is being built
@@ -18,8 +18,8 @@ import re
 import secrets
 from collections.abc import Iterator
 
-from shmload._checkpoints.identity import Identity
 from shmload._host.descriptors import close, try_lock
+from shmload._host.private import belongs_here
 from shmload._host.shm import is_named, shm_names, shm_open, shm_unlink
 
 FORMAT_VERSION = 3
@@ -31,15 +31,53 @@ _SHORT_NCHARS = 8
 _PART_SUFFIX = ".part"
 _VIEW_INFIX = "view-"
 
+_HUB_BLOB = re.compile(r".*/blobs/([0-9a-f]{64})", re.DOTALL)
+# Whatever the cache is called: listings show segments of other caches, too.
+_MIRROR_BLOB = re.compile(r".*/remote/[0-9a-f]{20}/blobs/[0-9a-f]{32}", re.DOTALL)
 
-def segment_name(identity: Identity, conversion: str) -> str:
+
+def identify(path: str | os.PathLike[str], found: os.stat_result) -> str:
+    """Return the text that is another one for each file, and for a file after each change.
+
+    All symbolic and hard links to one file have the same identity, so two snapshots of a hub cache
+    share it. The inode number alone is not enough: ext4 reuses a number at once. A blob in the
+    mirror of a bucket is identified by its name, a digest of the object's URL, ETag and size: the
+    file is only a pointer, and each load changes its times. A blob of a hub cache is a file like
+    others: one that was damaged and downloaded again must not keep its damaged segment.
+
+    Args:
+        path: of the file, or of a link to it.
+        found: what stat says of the file.
+    """
+    real = os.path.realpath(path)
+    # Another user may have given any name to any bytes.
+    if belongs_here(found) and _MIRROR_BLOB.fullmatch(real):
+        return f"{found.st_size}:object={os.path.basename(real)}"
+    times = f"{found.st_mtime_ns}.{found.st_ctime_ns}"
+    return f"{found.st_size}:{found.st_dev}.{found.st_ino}.{times}"
+
+
+def identify_anywhere(path: str | os.PathLike[str], found: os.stat_result) -> str:
+    """Return text that tells a file apart on other hosts and after years, not only here and now.
+
+    A blob in a hub cache of this user or of root keeps it when it is copied or downloaded again:
+    the sha256 by which the hub names it, and its size. Its bytes are not compared with that name.
+    Another file has what `identify` returns, whose arguments are the same.
+    """
+    blob = _HUB_BLOB.fullmatch(os.path.realpath(path))
+    if blob and belongs_here(found):
+        return f"{found.st_size}:sha256={blob[1]}"
+    return identify(path, found)
+
+
+def segment_name(identity: str, conversion: str) -> str:
     """Return the name of the segment that holds a shard after a conversion.
 
     Args:
         identity: of the shard.
         conversion: a text that is the same exactly when the conversion is.
     """
-    return _name_of(f"{FORMAT_VERSION}\n{identity.key}\n{conversion}")
+    return _name_of(f"{FORMAT_VERSION}\n{identity}\n{conversion}")
 
 
 def publication_name(source: str) -> str:

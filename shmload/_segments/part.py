@@ -139,13 +139,11 @@ class Awaited(Descriptor):
         )
 
 
-Opened = Segment | Part
-"""Has a file that can be mapped."""
-Held = Opened | Awaited
+Held = Segment | Part | Awaited
 """A load holds one of these for each segment."""
 
 
-def acquire(name: str, *, needs_name: bool = True) -> Segment | Part | Awaited:
+def acquire(name: str, *, needs_name: bool = True) -> Held:
     """Attach a segment, become its builder, or find that another process is.
 
     Does not wait for another builder. Waits at most 1 s for a segment that is being evicted.
@@ -168,7 +166,7 @@ def acquire(name: str, *, needs_name: bool = True) -> Segment | Part | Awaited:
         return Part(name, None)
 
 
-def _acquire(name: str, *, needs_name: bool) -> Segment | Part | Awaited:
+def _acquire(name: str, *, needs_name: bool) -> Held:
     while True:
         segment = attach(name)
         if segment:

@@ -34,7 +34,7 @@ def stream(source, device, bound=BOUND):
     ):
         module = nn.Module()
         for shard, held in load.holdings.opened():
-            for key, tensor in wrap((held or shard).fd, shard.plan.path.name).items():
+            for key, tensor in wrap((held or shard).fd, shard.path.name).items():
                 module.register_buffer(key, tensor)
         moves = Moves([(module, lambda path: device)])
         bring(moves, load, 192 << 10, load.holdings.descriptors())

@@ -47,7 +47,7 @@ def decode(monkeypatch, accelerators):
         state.copied.set()
 
     def count_pieces(self, shards):
-        left[:] = [sum(len(job.pieces) for job in self.holdings.jobs(shards))]
+        left[:] = [sum(len(shard.layout.pieces) for shard in shards)]
         begin(self, shards)
 
     def fill_late(*args):

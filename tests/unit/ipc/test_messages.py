@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from shmload._ipc import frames as frames_module
 from shmload._ipc.frames import Inbox, send
 from shmload.errors import ProtocolError
-from shmload.workers.messages import Open, decode_to_worker
+from shmload.workers.messages import Fill, decode_to_worker
 
-MESSAGES = st.builds(Open, st.integers(0, 2**63), st.integers(0, 9))
+_NUMBERS = st.integers(0, 2**63)
+MESSAGES = st.builds(Fill, _NUMBERS, _NUMBERS, st.just(()), st.integers(0, 9))
 
 
 @pytest.fixture
@@ -91,10 +92,10 @@ def test_length_that_is_only_claimed_takes_no_memory(pair):
 def test_descriptors_come_with_their_message(pair):
     ours, theirs = pair
     fds = [os.memfd_create(name) for name in ("source", "target")]
-    send(ours, Open(3, 2), tuple(fds))
+    send(ours, Fill(3, 2, (), 1), tuple(fds))
     inbox = Inbox(theirs)
     assert inbox.receive()
-    assert decode_to_worker(inbox.next_frame()) == Open(3, 2)
+    assert decode_to_worker(inbox.next_frame()) == Fill(3, 2, (), 1)
     assert len(inbox.fds) == 2
     try:
         for sent, received in zip(fds, inbox.fds, strict=True):

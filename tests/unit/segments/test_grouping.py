@@ -5,7 +5,7 @@ import pytest
 
 from shmload._checkpoints.source import Source
 from shmload._segments.listing import SegmentInfo, describe_user
-from shmload._segments.metadata import Place
+from shmload._segments.metadata import Metadata, home_of
 from shmload._segments.models import find_models, select
 from shmload._segments.names import name_prefix
 
@@ -84,6 +84,10 @@ def test_url_or_publication_is_chosen_by_its_name():
     assert select([], found) == found
 
 
+def home(model, root, component="", variant=""):
+    return Metadata(model=model, root=root, component=component, variant=variant)
+
+
 @pytest.mark.parametrize(
     ("root", "given", "model"),
     [
@@ -92,18 +96,18 @@ def test_url_or_publication_is_chosen_by_its_name():
         ("/c/remote/1/trees/2/sd", "s3://bucket/sd", "s3://bucket/sd"),
     ],
 )
-def test_place_has_the_name_that_a_person_gives(root, given, model):
+def test_home_has_the_name_that_a_person_gives(root, given, model):
     source = Source(given=given, root=root, variant="fp16")
-    assert Place.of(source, "unet") == (model, root, "unet", "fp16")
+    assert home_of(source, "unet") == home(model, root, "unet", "fp16")
 
 
 def test_folder_of_a_pipeline_is_a_component_of_it(tmp_path):
     root = tmp_path / "sd15" / "unet"
     root.mkdir(parents=True)
-    assert Place.of(Source(given=root, root=root), "") == ("unet", str(root), "", "")
+    assert home_of(Source(given=root, root=root), "") == home("unet", str(root))
     (tmp_path / "sd15" / "model_index.json").touch()
-    of_pipeline = ("sd15", str(tmp_path / "sd15"), "unet", "")
-    assert Place.of(Source(given=root, root=root), "") == of_pipeline
+    of_pipeline = home("sd15", str(tmp_path / "sd15"), "unet")
+    assert home_of(Source(given=root, root=root), "") == of_pipeline
 
 
 # Who uses it --------------------------------------------------------------------------------------

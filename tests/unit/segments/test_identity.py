@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from shmload._checkpoints.identity import identify, lasting_key
+from shmload._segments.names import identify, identify_anywhere
 
 _SHA256 = "a" * 64
 
@@ -25,13 +25,13 @@ def blob(tmp_path):
 
 def keys(path):
     found = os.stat(path)
-    return identify(path, found).key, lasting_key(path, found)
+    return identify(path, found), identify_anywhere(path, found)
 
 
 def foreign_keys(path):
     found = os.stat(path)
     found = os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]])
-    return identify(path, found).key, lasting_key(path, found)
+    return identify(path, found), identify_anywhere(path, found)
 
 
 def test_blob_that_is_replaced_is_another_file_with_the_same_lasting_key(blob):
