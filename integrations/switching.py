@@ -20,8 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
-from shmload._building.mapped import measure
-from shmload._building.weights import models_in
+from shmload._building.mapped import measure, models_in
 from shmload._checkpoints.wanted import is_publication
 from shmload._placement import inventory
 from shmload._segments.listing import segments_by_lock

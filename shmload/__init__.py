@@ -7,7 +7,7 @@ torch.
 
 import sys
 
-from shmload._version import __version__ as __version__
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as type checkers know it; `typing` takes longer to import than all of this
 if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._loading.verbs import warm as warm
     from shmload._loading.view_directory import view_directory as view_directory
     from shmload._placement.placement import Placement as Placement
+    from shmload._redirecting.patches import redirect as redirect
     from shmload._segments.listing import SegmentInfo as SegmentInfo
     from shmload._segments.listing import segments as segments
     from shmload._segments.models import Model as Model
@@ -42,7 +43,6 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload.integrations.handles import share as share
     from shmload.integrations.mixing import mix as mix
     from shmload.integrations.models import load_model as load_model
-    from shmload.integrations.redirect import redirect as redirect
     from shmload.integrations.switching import Switcher as Switcher
     from shmload.integrations.switching import SwitcherFigures as SwitcherFigures
     from shmload.integrations.updating import Updated as Updated
@@ -74,7 +74,7 @@ _HOMES = {
     "pin": "shmload._segments.upkeep",
     "plan": "shmload._loading.plan",
     "publish": "shmload._building.publishing",
-    "redirect": "shmload.integrations.redirect",
+    "redirect": "shmload._redirecting.patches",
     "segments": "shmload._segments.listing",
     "share": "shmload.integrations.handles",
     "to_device": "shmload._building.placing",

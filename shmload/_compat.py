@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+TESTED = {"diffusers": ("0.35", "0.42"), "transformers": ("4.57", "5.24")}
+"""The oldest and the newest release of each that the tests run with."""
 _CASTS = "the library casts, after the decode"
 _TWICE = "models whose dtypes come out otherwise are loaded again"
 NAMES = {

@@ -14,14 +14,15 @@ import msgspec
 from packaging.version import Version
 
 from shmload._checkpoints.remote import is_url
+from shmload._compat import TESTED
 from shmload._host.procfs import (
     cgroup_free_nbytes,
     cgroup_limit_nbytes,
     file_system,
     machine_free_nbytes,
 )
+from shmload._host.procs import has_pidfds
 from shmload._host.shm import SHM_DIR, shm_free_nbytes, shm_total_nbytes
-from shmload._ipc.procs import has_pidfds
 from shmload._loading.plan import plan
 from shmload._loading.room import chosen_budget
 from shmload._runtimes import kinds
@@ -30,7 +31,6 @@ from shmload._segments.listing import segments, segments_by_lock
 from shmload._segments.upkeep import find_garbage, pinned_outdated
 from shmload._service.notice import service_status
 from shmload._settings import settings
-from shmload._version import TESTED
 from shmload._wording import format_nbytes
 from shmload.errors import ShmloadError
 

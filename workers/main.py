@@ -19,8 +19,8 @@ import select
 import socket
 import traceback
 
+from shmload._host.frames import Inbox, send, serve_parent
 from shmload._host.limits import is_lack_of_memory
-from shmload._ipc.frames import Inbox, send, serve_parent
 from shmload.errors import ProtocolError
 from shmload.workers.fill import Filler
 from shmload.workers.messages import (

@@ -8,7 +8,7 @@
         |  <- Filled | Failed               |     in the order of the Fills
         |  (end of file)                    |     the worker leaves
 
-Framed by `_ipc.frames`. Imports nothing heavy: a worker starts in 0.03 s.
+Framed by `_host.frames`. Imports nothing heavy: a worker starts in 0.03 s.
 """
 
 import enum
@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from shmload._ipc.frames import MessageReader
+from shmload._host.frames import MessageReader
 from shmload._segments.pieces import Run
 
 VERSION: Final = 8

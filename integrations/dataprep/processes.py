@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from shmload._host.changes import forks_wait
 from shmload._host.collector import freeze
-from shmload._ipc.procs import die_with_parent, how_it_ended
+from shmload._host.procs import die_with_parent, how_it_ended
 from shmload.errors import JobError
 from shmload.integrations.dataprep.crossing import MEMORY_NBYTES, Memory
 from shmload.integrations.handles import Handle

@@ -11,28 +11,30 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from shmload._building.maker import Maker
-from shmload._building.options import Options
-from shmload._building.route import Route, choose_route
+from shmload._building.maker import Maker, is_left_to_library
+from shmload._building.options import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS, Options
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source, find_left_out
 from shmload._decoding.allowance import Bound
+from shmload._devices.destination import Destination
 from shmload._host.collector import forget_locals, freeze_imports, paused_gc
 from shmload._loading.holdings import linger
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
 from shmload._loading.sources import Rules
 from shmload._loading.trace import Phase
+from shmload._placement.device_map import STRATEGIES
+from shmload._placement.placement import place
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
 from shmload._wording import logger_of
-from shmload.errors import MemoryLimitExceeded, SharedMemoryFull, ShmloadError
+from shmload.errors import ArgumentError, MemoryLimitExceeded, SharedMemoryFull, ShmloadError
 
 logger = logger_of(__name__)
 
@@ -64,9 +66,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     maker: Maker
     dtype: object
     options: Options
-    route: Route
     kwargs: dict[str, Any]
     """For `from_pretrained`."""
+    destination: Destination | None
+    """Devices that shmload copies weights to; None if they stay on the host, or if the library
+    copies them."""
+    is_bypassed: bool
+    """The library reads other files, or makes new tensors: segments keep the stored dtypes."""
+    may_stream: bool
+    """The host may hold only a part of the weights at a time: nothing has to stay there."""
     progress: Progress
 
     def run(self) -> Any:
@@ -90,10 +98,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ways(self) -> Iterator[Way]:
         if self.options.tries_to_share:
-            yield SHARED if self.route.may_stream else SHARED._replace(gives_up_on=())
-        destination = self.route.destination
-        may_be = destination if self.route.may_stream else None
-        bound = may_be.bound(self.source, self.options.workers) if may_be else None
+            yield SHARED if self.may_stream else SHARED._replace(gives_up_on=())
+        destination = self.destination if self.may_stream else None
+        bound = destination.bound(self.source, self.options.workers) if destination else None
         yield Way(self.options.stay, bound)
 
     def _go(self, way: Way, *, is_cast: bool = True) -> Any:
@@ -164,11 +171,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
             if is_cold:
                 freeze_imports()
-        if self.route.destination:
+        if self.destination:
             # Not at the top: it imports torch.
             from shmload._building.placing import require_fit
 
-            require_fit(taken, self.maker, self.dtype, self.kwargs, self.route.destination)
+            require_fit(taken, self.maker, self.dtype, self.kwargs, self.destination)
         with self.progress.during(Phase.PLAN):
             certain = self._rules(taken, self.maker.rule, is_cast=is_cast)
         if certain != rules:
@@ -179,13 +186,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def _rules(
         self, source: Source, choose: Callable[[Checkpoint, object], Rule], *, is_cast: bool
     ) -> Rules:
-        if not is_cast or self.route.is_bypassed:
+        if not is_cast or self.is_bypassed:
             return {each.component: self.maker.uncast_rule for each in source.checkpoints}
         return {each.component: choose(each, self.dtype) for each in source.checkpoints}
 
     def _place_by(self, load: Load, way: Way) -> Callable[[Any], object] | None:
         """Return what copies what was built to its devices; None if it stays on the host."""
-        destination = self.route.destination
+        destination = self.destination
         if destination is None:
             return None
         # Not at the top: it imports torch.
@@ -219,15 +226,24 @@ def load(
         if options.is_bounded:  # devices are chosen by the modules of what the class takes
             with progress.during(Phase.IMPORT, "importing diffusers and transformers"):
                 source = maker.import_classes(source)
-        route = choose_route(source, maker, dtype, options, kwargs)
+        destination = _parse_destination(source, options, kwargs)
+        # With False the library reads its own files.
+        reads_others = kwargs.get("use_safetensors") is False
+        is_bypassed = reads_others or any(map(kwargs.get, BYPASSING_KEYWORDS))
+        keeps_nothing = options.stay is Stay.PRIVATE and not (options.verify or is_bypassed)
+        if options.is_bounded:
+            destination = _bound(destination if keeps_nothing else None, source, dtype)
         attempt = Attempt(
             source=source,
             maker=maker,
             dtype=dtype,
             options=options,
-            route=route,
             kwargs=kwargs,
             progress=progress,
+            destination=destination,
+            # The rule of a maker that keeps blocks knows what stays as it is.
+            is_bypassed=is_bypassed and not maker.keeps_blocks,
+            may_stream=keeps_nothing and destination is not None,
         )
         try:
             made = attempt.run()
@@ -237,3 +253,57 @@ def load(
                 exc.add_note(f"shmload: there is {there}; a variant is asked for by variant=")
             raise
     return made
+
+
+def _parse_destination(
+    source: Source, options: Options, kwargs: dict[str, Any]
+) -> Destination | None:
+    """Return where the weights go; None if they stay, or if the library copies them.
+
+    Raises:
+        ArgumentError: as `require_readable`.
+    """
+    if options.device_map is None:
+        return None
+    if _is_quantised(source, kwargs):
+        # Weights are quantised on the device that they go to, and only the library can move them.
+        kwargs["device_map"] = options.device_map
+        if options.max_memory is not None:
+            kwargs["max_memory"] = options.max_memory
+        return None
+    kwargs.pop("offload_folder", None)  # nothing waits there
+    return options.destination(source.components)
+
+
+def _is_quantised(source: Source, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the library quantises weights, or loads some that are quantised."""
+    return any(map(kwargs.get, QUANTISING_KEYWORDS)) or any(
+        checkpoint.config.get("quantization_config")
+        for checkpoint in source.checkpoints
+        if checkpoint.component not in kwargs
+    )
+
+
+def _bound(destination: Destination | None, source: Source, dtype: object) -> Destination:
+    """Check that no weight has to stay on the host, and let a strategy decide now.
+
+    Raises:
+        ArgumentError: an argument keeps weights on the host.
+        DoesNotFit: as `place`.
+    """
+    if destination is None:
+        raise ArgumentError(
+            "max_host_memory is for loads that keep nothing on the host: give a device_map, and "
+            "neither keep, share, verify, quantised weights nor other files than safetensors"
+        )
+    if destination.device_map not in STRATEGIES:
+        return destination
+    from shmload._building.module_trees import components_of
+
+    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
+    known = dtype if source.is_pipeline or not is_left_to_library(dtype) else None
+    placement = place(components_of(source, known), destination.device_map, destination.inventory())
+    # The default is for models without a checkpoint, such as models that the caller passes.
+    first = next(iter(placement.execution_devices.values()))
+    decided = {"": first} | placement.device_map
+    return msgspec.structs.replace(destination, device_map=decided)

@@ -10,20 +10,20 @@ kept out of them.
 
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from shmload._building.homecoming import watch
-from shmload._building.homes import Homes
-from shmload._building.keywords import QUANTISING_KEYWORDS
-from shmload._building.libraries import inside, is_emptied, libraries_lock
+from shmload._building.homes import Homes, watch
 from shmload._building.maker import Maker
 from shmload._building.mapped import Spans, hold_leases, plain_tensors
+from shmload._building.options import QUANTISING_KEYWORDS
 from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.library import inside, libraries_lock
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule, forget_rule
 from shmload._checkpoints.source import Source, weight_files
@@ -87,7 +87,7 @@ class Build:
             self._load.wait()
             made = self._from_view()
         # A device map may keep weights from the host on purpose.
-        if "device_map" not in self._kwargs and is_emptied(self._models_of(made).values()):
+        if "device_map" not in self._kwargs and _are_emptied(self._models_of(made).values()):
             raise LibraryError(
                 f"{self._source.given}: its models were built without weights, because another "
                 "thread of this process is in accelerate's init_empty_weights, as in "
@@ -225,6 +225,21 @@ class Build:
             for part in parts.values():
                 if isinstance(part, torch.nn.Module):
                     watch(part, homes)
+
+
+def _are_emptied(models: Iterable[torch.nn.Module]) -> bool:
+    """Tell whether a model of transformers has a parameter without bytes.
+
+    accelerate's `init_empty_weights`, which `load_lora_weights` and peft enter, replaces a method
+    of torch for the whole process. A model that another thread builds meanwhile gets empty
+    parameters and keeps them.
+    """
+    return any(
+        parameter.is_meta
+        for model in models
+        if isinstance(model, PreTrainedModel)
+        for parameter in model.parameters()
+    )
 
 
 def _agrees(rule: Rule, module: Any) -> bool:

@@ -12,9 +12,8 @@ from typing import Any, Self
 import msgspec
 
 from shmload._building.keys import key_of_load, own_quantisers
-from shmload._building.keywords import require_no_slip
 from shmload._building.maker import Maker
-from shmload._building.options import Options, require_readable
+from shmload._building.options import Options, require_no_slip, require_readable
 from shmload._building.remembered import once
 from shmload._checkpoints.source import Source
 from shmload._checkpoints.wanted import Wanted

@@ -15,8 +15,8 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from shmload._building.tensor_parts import CannotKeep, CannotKeepHere
-from shmload._host.fingerprint import files_below, fingerprint
+from shmload._building.parts import CannotKeep, CannotKeepHere
+from shmload._host.files import files_below, fingerprint
 
 # These are libraries also where they are installed editable; all their files count then.
 _LIBRARIES = {

@@ -15,9 +15,9 @@ import torch
 
 from shmload._building.code import code_of
 from shmload._building.mapped import Spans, map_ranges
+from shmload._building.parts import CannotKeep, Region
 from shmload._building.stored import STRUCTURE, Place, Record, storage_over
 from shmload._building.structure import put_together, take_apart
-from shmload._building.tensor_parts import CannotKeep, Region
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.descriptors import Inode

@@ -12,22 +12,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmload._building.keywords import (
+from shmload import __version__
+from shmload._building.maker import Maker
+from shmload._building.options import (
     BYPASSING_KEYWORDS,
     CHOOSING_KEYWORDS,
     FINDING_KEYWORDS,
     QUANTISING_KEYWORDS,
+    Options,
 )
-from shmload._building.maker import Maker
-from shmload._building.options import Options
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
-from shmload._host.fingerprint import files_below, fingerprint
+from shmload._host.files import files_below, fingerprint
 from shmload._segments.names import built_name
 from shmload._settings import settings
-from shmload._version import __version__
 
 # Increment it when objects are kept or restored in another way.
 _VERSION = 1

@@ -19,8 +19,8 @@ from shmload._building.classes import (
     require_class,
     require_pipelines,
 )
-from shmload._building.keywords import CHOOSING_KEYWORDS
 from shmload._building.maker import Maker, as_torch, is_left_to_library, with_dtype
+from shmload._building.options import CHOOSING_KEYWORDS
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model, find_source
 from shmload._checkpoints.library import whole_libraries

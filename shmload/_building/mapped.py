@@ -4,19 +4,19 @@ import bisect
 import itertools
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from shmload._compat import as_plain_tensors
+import numpy as np
+import torch
+
+from shmload._compat import as_plain_tensors, original_of_compiled
 from shmload._host import procfs
 from shmload._host.descriptors import Inode
 from shmload._host.memory import is_touched, map_at
 from shmload._segments.lease import Lease
 from shmload._segments.listing import names_by_inode, segments_by_lock
 from shmload._segments.segment import Segment
-
-if TYPE_CHECKING:
-    import torch
 
 # A page fault also maps the other pages of the same 64 KiB (fault_around_bytes), and safetensors
 # reads the first byte of each tensor.
@@ -34,7 +34,7 @@ class Spans:
         self._mappings = sorted(procfs.mappings(inodes))
         self._starts = [mapping.start for mapping in self._mappings]
 
-    def find(self, tensor: "torch.Tensor") -> procfs.Mapping | None:
+    def find(self, tensor: torch.Tensor) -> procfs.Mapping | None:
         """Return the mapping that a tensor's storage begins in."""
         return self.find_address(tensor.untyped_storage().data_ptr() if tensor.is_cpu else 0)
 
@@ -45,7 +45,7 @@ class Spans:
             return self._mappings[position]
         return None
 
-    def holds_unread(self, tensor: "torch.Tensor") -> bool:
+    def holds_unread(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
 
         A tensor too small to have inner pages counts as unread if it lies in a mapping.
@@ -73,8 +73,6 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment], spans: S
     Returns:
         The size of the storages on the host that lie in no such mapping, in bytes.
     """
-    import torch  # not at the top: decoding starts before the second that this takes
-
     leases = {each.inode: _Counted(Lease(each)) for each in segments if each.has_name}
     seen = set()
     private_nbytes = 0
@@ -95,7 +93,7 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment], spans: S
     return private_nbytes
 
 
-def host_tensors(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
+def host_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the parameters and buffers on the host, or the tensors that these are made of.
 
     The iterators of torch make a name for each, which takes three times as long.
@@ -106,7 +104,7 @@ def host_tensors(model: "torch.nn.Module") -> Iterator["torch.Tensor"]:
                 yield from plain_tensors(tensor)
 
 
-def measure(models: "Iterable[torch.nn.Module]", name: str) -> tuple[dict[str, int], int]:
+def measure(models: Iterable[torch.nn.Module], name: str) -> tuple[dict[str, int], int]:
     """Return how much models on the host take there, and how much they would take on a device.
 
     Args:
@@ -132,7 +130,17 @@ def measure(models: "Iterable[torch.nn.Module]", name: str) -> tuple[dict[str, i
     return held, copied
 
 
-def modules_of(model: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
+def models_in(thing: Any) -> Mapping[str, torch.nn.Module]:
+    """Return the models of a pipeline by name, or a model by the empty name; none compiled."""
+    parts = {"": thing} if isinstance(thing, torch.nn.Module) else vars(thing)
+    return {
+        name: original_of_compiled(part) or part
+        for name, part in parts.items()
+        if isinstance(part, torch.nn.Module)
+    }
+
+
+def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield what `model.modules()` does, in its order.
 
     That is a generator within a generator for each level, which takes four times as long.
@@ -147,7 +155,7 @@ def modules_of(model: "torch.nn.Module") -> Iterator["torch.nn.Module"]:
             waiting.extend(reversed(module._modules.values()))
 
 
-def plain_tensors(tensor: "torch.Tensor") -> "Iterator[torch.Tensor]":
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors whose storages hold a tensor: itself, or those that it is made of.
 
     A quantised tensor of torchao or quanto has no storage: it holds integers and scales.
@@ -171,8 +179,6 @@ def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
     Returns:
         The bytes. The mapping goes with it and with the tensors over it, and keeps no descriptor.
     """
-    import numpy as np  # not at the top, as torch
-
     # The file is mapped over this memory.
     owner = mmap.mmap(-1, sum(nbytes for _, nbytes in ranges), flags=mmap.MAP_PRIVATE)
     begin = np.frombuffer(owner, np.uint8).ctypes.data
@@ -189,7 +195,7 @@ class _Counted:
         self._lease = lease
         self._count = 0
 
-    def add(self, storage: "torch.UntypedStorage") -> None:
+    def add(self, storage: torch.UntypedStorage) -> None:
         self._count += 1
         weakref.finalize(storage, self._drop).atexit = False
 

@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from shmload._building.classes import find_class
-from shmload._building.libraries import inside, libraries_lock
-from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.library import inside, libraries_lock, whole_libraries
 from shmload._checkpoints.modular import component_failed, is_absent, is_foreign
 from shmload._checkpoints.source import no_component
 from shmload._checkpoints.wanted import Wanted

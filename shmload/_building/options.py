@@ -1,22 +1,57 @@
-"""How to load: what `load_pipeline` and `load_model` are told beside what to load."""
+"""How to load: what `load_pipeline` and `load_model` are told beside what to load.
 
-from collections.abc import Mapping
+Of the libraries' keywords those stand here whose effect shmload has to know. All others are the
+libraries' business: shmload passes them on.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shmload._building.keywords import QUANTISING_KEYWORDS
-from shmload._checkpoints.wanted import require_bools
+from shmload._checkpoints.wanted import named_arguments, require_bools
 from shmload._segments.segment import Stay
 from shmload._settings import local_world_size
+from shmload._wording import nearest
 from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from shmload._devices.destination import Destination
     from shmload._loading.progress import Callback
 
 CONVERTED = "converted"
 Keep = bool | Literal["converted"]
 """Which segments stay: none, all, or those that had to be made."""
+
+FINDING_KEYWORDS = frozenset(
+    {
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "revision",
+        "subfolder",
+        "token",
+        "use_safetensors",
+        "variant",
+    }
+)
+"""Decide which files are read: the models are those of the files."""
+QUANTISING_KEYWORDS = frozenset({"load_in_4bit", "load_in_8bit", "quantization_config"})
+"""The library quantises the weights, and makes new tensors of them."""
+BYPASSING_KEYWORDS = QUANTISING_KEYWORDS | {
+    "gguf_file",
+    "key_mapping",
+    "state_dict",
+    "use_flashpack",
+    "use_onnx",
+}
+"""The library reads other files, or makes new tensors of what it reads."""
+CHOOSING_KEYWORDS = frozenset({"custom_pipeline", "load_connected_pipeline"})
+"""The base class of pipelines makes another class than the source's."""
+
+# `kepp` is as near to `keep`. Of the libraries' keywords only `device` is, to `device_map`.
+_NEAR = 0.75
+_THEIRS = {"device"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +91,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "max_memory": self.max_memory,
             "max_host_memory": self.max_host_memory,
         }
+
+    def destination(self, order: tuple[str, ...] = ()) -> "Destination":
+        """Return where a device map leads to, with the components in the order of a pipeline."""
+        # Not at the top: most loads have no device map.
+        from shmload._devices.destination import Destination, parse_max_host_memory
+
+        return Destination(
+            device_map=self.device_map,
+            max_memory=self.max_memory,
+            max_host_nbytes=parse_max_host_memory(self.max_host_memory),
+            order=order,
+        )
 
     @property
     def leaves_on_host(self) -> bool:
@@ -102,6 +149,26 @@ def require_readable(options: Options, kwargs: dict[str, Any]) -> None:
         raise ArgumentError("max_memory is for a device_map, such as 'auto'; give both")
     if options.device_map is None or any(map(kwargs.get, QUANTISING_KEYWORDS)):
         return
-    from shmload._building.route import destination_of  # for a device map alone
+    options.destination().require_present()
 
-    destination_of(options).require_present()
+
+def require_no_slip(kwargs: Collection[str], function: Callable[..., Any]) -> None:
+    """Refuse a keyword that is nearly one of a function's own.
+
+    `from_pretrained` ignores what it does not know, with a warning at most: a mistyped dtype would
+    give float32.
+
+    Args:
+        kwargs: the keywords that are meant for the library.
+        function: the function that got them.
+
+    Raises:
+        ArgumentError: with the nearest name of the function's.
+    """
+    import difflib  # 2 ms, which a load without keywords does not pay
+
+    own = named_arguments(function)
+    for name in sorted(set(kwargs) - own - _THEIRS):
+        if difflib.get_close_matches(name, own, 1, _NEAR):
+            near = nearest(name, sorted(own))
+            raise ArgumentError(f"{function.__qualname__} has no argument {name!r}{near}")

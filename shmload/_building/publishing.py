@@ -14,8 +14,8 @@ import torch
 
 from shmload._building import stored
 from shmload._building.keeping import store, why_not_kept
+from shmload._building.mapped import models_in
 from shmload._building.stored import Opened, restore
-from shmload._building.weights import models_in
 from shmload._checkpoints.rule import RAW
 from shmload._segments.metadata import make_metadata
 from shmload._segments.publications import Publication

@@ -145,8 +145,8 @@ class _Kept(NamedTuple):
 def _recall(segment: Segment, key: Key) -> _Kept | None:
     """Return what a segment keeps; None if it does not hold any more."""
     with during(Phase.IMPORT):  # of torch
+        from shmload._building.parts import CannotKeepHere
         from shmload._building.stored import opened, restore
-        from shmload._building.tensor_parts import CannotKeepHere
 
     try:
         level = Level(segment.read_metadata().kept.partition(":")[0])
@@ -180,8 +180,8 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     # Not at the top: they import torch and the libraries, and `make` imports them while it decodes.
     from shmload._building.code import code_of
     from shmload._building.keeping import keep_nothing, store, why_not_kept
-    from shmload._building.tensor_parts import CannotKeepHere
-    from shmload._building.weights import models_in
+    from shmload._building.mapped import models_in
+    from shmload._building.parts import CannotKeepHere
 
     models = models_in(made)
     tries = {Level.WHOLE: made}
@@ -225,7 +225,7 @@ def _require_lasting(made: Any, models: Models, before: "torch.Tensor | None") -
     import torch
 
     from shmload._building.mapped import Spans
-    from shmload._building.tensor_parts import CannotKeep
+    from shmload._building.parts import CannotKeep
     from shmload._segments.listing import names_by_inode
 
     if takes_connected(type(made)):

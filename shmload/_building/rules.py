@@ -10,8 +10,8 @@ from typing import Any
 
 from packaging import version
 
-from shmload._building.libraries import libraries_lock
 from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.library import libraries_lock
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.source import Checkpoint
 from shmload._compat import (

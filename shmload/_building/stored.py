@@ -17,11 +17,10 @@ import msgspec
 import torch
 
 from shmload._building.code import Stamp, require_same
-from shmload._building.homecoming import watch
-from shmload._building.homes import Homes
+from shmload._building.homes import Homes, watch
 from shmload._building.mapped import Spans, hold_leases, map_ranges
+from shmload._building.parts import CannotKeepHere
 from shmload._building.structure import Structure, put_together
-from shmload._building.tensor_parts import CannotKeepHere
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
 from shmload._segments.listing import segments

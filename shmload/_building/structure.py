@@ -20,10 +20,16 @@ from diffusers.configuration_utils import FrozenDict
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from shmload._building import tensor_parts, tokenizer_parts
-from shmload._building.mapped import modules_of
-from shmload._building.tensor_parts import CannotKeep, Region, Spot, merge
-from shmload._building.weights import models_in
+from shmload._building.mapped import models_in, modules_of
+from shmload._building.parts import (
+    CannotKeep,
+    Region,
+    Spot,
+    merge,
+    put_tokenizer_together,
+    take_tensor_apart,
+    take_tokenizer_apart,
+)
 from shmload._compat import (
     OWN_HASH,
     WRAPPED,
@@ -165,11 +171,11 @@ class _Pickler(pickle.Pickler):
         if type(obj) is FrozenDict:  # its own way changes the order of its attributes
             return _restore_frozen_dict, (list(obj.items()), dict(vars(obj)))
         if isinstance(obj, torch.Tensor):
-            return tensor_parts.take_apart(obj, self._keep)
+            return take_tensor_apart(obj, self._keep)
         if isinstance(obj, tokenizers.Tokenizer) and vars(obj).keys() - {WRAPPED}:
             raise CannotKeep(f"a tokenizer with its own {', '.join(vars(obj))}")
-        if type(obj) is tokenizers.Tokenizer and (parts := tokenizer_parts.take_apart(obj)):
-            return tokenizer_parts.put_together, tuple(parts)
+        if type(obj) is tokenizers.Tokenizer and (parts := take_tokenizer_apart(obj)):
+            return put_tokenizer_together, tuple(parts)
         if isinstance(obj, types.MethodType) and not isinstance(obj.__self__, type):
             return _bind, (obj.__func__, obj.__self__)  # by name it may be another one by now
         if (original := original_of_compiled(obj)) is not None:

@@ -2,15 +2,25 @@
 
 The core imports neither diffusers nor transformers nor torch: importing them takes 3 s. Some
 questions need them. Modules of `_building` answer these, and are imported when the first is asked.
+
+Their loading is not thread-safe: it sets torch's default dtype and replaces functions of torch for
+all threads. So one thread at a time makes models, and what a load of shmload calls meanwhile is the
+library's own.
 """
 
 import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
+from shmload._host.changes import add_lock
 from shmload.errors import LibraryError
+
+libraries_lock = add_lock()
+"""Held by the thread that makes models for shmload."""
+_is_inside: ContextVar[bool] = ContextVar("shmload_inside_a_load", default=False)
 
 
 @contextlib.contextmanager
@@ -45,3 +55,21 @@ def library(module: Literal["makers", "module_trees", "rules"]) -> Any:
     """
     _require_whole_torch()
     return importlib.import_module(f"shmload._building.{module}")
+
+
+# While they make models ---------------------------------------------------------------------------
+
+
+def is_inside() -> bool:
+    """Tell whether this thread, or this asynchronous task, is in a load."""
+    return _is_inside.get()
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Mark a block as part of a load."""
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 import shmload
-from shmload._cli import residents, serve, service, sources, templates, warm
+from shmload._cli import residents, service, sources, templates
 from shmload._cli.output import as_json_option, is_of_output, print_json, print_page, say
 from shmload._cli.sources import complete_paths, dtype_option
 from shmload._loading import progress
@@ -95,7 +95,7 @@ def doctor(context: click.Context, source: str | None, dtype: object, as_json: b
 for _command in (
     sources.plan_command,
     sources.view_command,
-    warm.warm_command,
+    sources.warm_command,
     residents.list_command,
     residents.pin_command,
     residents.unpin_command,
@@ -103,7 +103,7 @@ for _command in (
     residents.save_command,
     residents.collect_command,
     residents.verify_command,
-    serve.serve_command,
+    service.serve_command,
     service.status_command,
     service.shutdown_command,
     templates.run_command,

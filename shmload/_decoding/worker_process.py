@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from shmload._host import procs
+from shmload._host.frames import Inbox, send
 from shmload._host.limits import process_refused, says_no_memory
-from shmload._ipc import procs
-from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload.errors import ProtocolError, WorkerError
 from shmload.workers.messages import (

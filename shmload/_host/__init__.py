@@ -1,5 +1,6 @@
-"""The machine: system calls, what /proc tells, files, threads, forks, the garbage collector.
+"""The machine: system calls, /proc, files, child processes and messages between processes.
 
 Guarantee: names and locks in /dev/shm, and calls that Python's `os` lacks, are here only; their
-errno becomes a typed error here. May import `errors`, `_settings` and `_wording`.
+errno becomes a typed error here. Nothing that arrives is unpickled, every length has a limit, and
+every child is reaped. May import `errors`, `_settings` and `_wording`.
 """

@@ -1,4 +1,4 @@
-"""The classes whose loading is led through shared memory, and the patches that lead it.
+"""`redirect`: the classes whose loading is led through shared memory, and the patches that lead it.
 
 A patch is a method in front of the library's own. Classes are patched while at least one
 redirection is open: those that are imported at once, the others when they are imported.
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from shmload._host.changes import add_lock
 from shmload._wording import logger_of
+from shmload.errors import ArgumentError
 
 logger = logger_of("shmload.redirect")
 
@@ -125,20 +126,75 @@ def _is_of_library(method: object) -> bool:
 # On and off ---------------------------------------------------------------------------------------
 
 _lock = add_lock()
-_open: dict[object, Options] = {}
-"""The open redirections by their keys; the last one counts."""
+_open: dict["Redirection", Options] = {}
+"""The open redirections; the last one counts."""
 _patches: dict[type, Patch] = {}
 
 
-def turn_on(key: object, options: Options) -> None:
-    """Open a redirection; the first one patches.
+class Redirection:
+    """An open redirection; a context that closes it. The first one patches."""
+
+    def __init__(self, options: Options) -> None:
+        _turn_on(self, options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; the last one restores what was patched. A second call does nothing."""
+        with _lock:
+            _open.pop(self, None)
+            if _open:
+                return
+            if _finder in sys.meta_path:
+                sys.meta_path.remove(_finder)
+            while _patches:
+                _patches.popitem()[1].undo()
+
+
+def redirect(
+    *, keep: bool | Literal["converted"] = "converted", verbose: bool = False
+) -> Redirection:
+    """Lead `from_pretrained` of diffusers and transformers through shared memory.
+
+    From now on pipelines, models of diffusers and models of transformers come from shared memory,
+    also by `from_single_file`, where the result is the same, and from the library itself otherwise.
+    It holds for the whole process, for libraries that are imported already and for those that will
+    be. Calls nest: the options of the last one that is open count. It imports none of the
+    libraries.
+
+        shmload.redirect()                # for the rest of the process
+
+        with shmload.redirect():          # or for a block
+            pipe = DiffusionPipeline.from_pretrained(...)
+
+    Each call is logged by `shmload.redirect` at the level INFO, with its way and the reason for it;
+    at WARNING if shmload failed, so that the library had to load.
 
     Args:
-        key: names it, for `turn_off`.
-        options: how calls are redirected.
+        keep: as for `load_pipeline`. By default the segments that had to be made stay for the next
+            process, until `shmload rm` or until a load needs their room.
+        verbose: write these lines on standard error, too.
+
+    Returns:
+        The redirection, which is open until its `close`, or the end of a `with` block.
+
+    Raises:
+        ArgumentError: an argument has another type.
     """
+    if not isinstance(keep, bool) and keep != "converted":
+        raise ArgumentError(f"keep is {keep!r}; it must be True, False or 'converted'")
+    if not isinstance(verbose, bool):
+        raise ArgumentError(f"verbose is {verbose!r}; it must be True or False")
+    return Redirection(Options(keep, verbose))
+
+
+def _turn_on(opened: Redirection, options: Options) -> None:
     with _lock:
-        _open[key] = options
+        _open[opened] = options
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
     for name in CLASSES:
@@ -147,18 +203,6 @@ def turn_on(key: object, options: Options) -> None:
             module = importlib.import_module(name)  # waits for the thread that imports it
         if module:
             _patch(module)
-
-
-def turn_off(key: object) -> None:
-    """Close a redirection, if it is open; the last one restores what was patched."""
-    with _lock:
-        _open.pop(key, None)
-        if _open:
-            return
-        if _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
-        while _patches:
-            _patches.popitem()[1].undo()
 
 
 def _patch(module: ModuleType) -> None:

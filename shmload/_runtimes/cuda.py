@@ -1,17 +1,17 @@
-"""Devices of CUDA: what torch has for all kinds, and memory of the host that the driver registers.
+"""Devices of CUDA: their streams, free memory, and memory of the host that the driver registers.
 
 Torch gives ROCm's devices and functions the same names.
 """
 
 import contextlib
+import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from shmload._compat import has_cuda_context
-from shmload._host import nvml
 from shmload._runtimes.runtime import Runtime, logger, say_once
 
 # driver_types.h: cudaHostRegisterPortable, for all devices of the process, and -ReadOnly.
@@ -19,6 +19,9 @@ _PORTABLE, _READ_ONLY = 0x01, 0x08
 # CUDACachingAllocator.cpp: kMinBlockSize, to which sizes are rounded; kSmallSize: up to this size
 # memory comes from blocks of 2 MiB.
 _BLOCK_NBYTES, _SMALL_NBYTES = 512, 1 << 20
+_LIBRARY = "libnvidia-ml.so.1"
+# A GPU, or a part of one that is a device of its own (MIG).
+_KINDS = ("GPU", "MIG")
 
 
 class CudaRuntime(Runtime):
@@ -31,7 +34,7 @@ class CudaRuntime(Runtime):
         # The properties take no context. Torch before 2.5 has no UUID among them.
         found = {index: torch.cuda.get_device_properties(index) for index in without}
         uuids = {index: str(each.uuid) for index, each in found.items() if hasattr(each, "uuid")}
-        free = nvml.free_nbytes(uuids.values()) if uuids else {}
+        free = free_nbytes(uuids.values()) if uuids else {}
         return {index: free[uuid] for index, uuid in uuids.items() if uuid in free}
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -110,3 +113,63 @@ def _cuts_large_blocks() -> bool:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# NVIDIA's management library ----------------------------------------------------------------------
+# It knows a GPU's free memory without a context on the GPU. A context takes some hundred MB of the
+# GPU and of this process, until the process ends.
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`, in bytes."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def free_nbytes(uuids: Iterable[str]) -> dict[str, int]:
+    """Return the free memory of some GPUs, in bytes, by their UUIDs; blocks for milliseconds.
+
+    Args:
+        uuids: as CUDA has them, without the prefix `GPU-`.
+
+    Returns:
+        Those that the library knows. None where there is no library or no driver for it.
+    """
+    with _library() as library:
+        if library is None:
+            return {}
+        found = {uuid: _free_nbytes(library, uuid) for uuid in uuids}
+    return {uuid: nbytes for uuid, nbytes in found.items() if nbytes is not None}
+
+
+def _free_nbytes(library: ctypes.CDLL, uuid: str) -> int | None:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    for kind in _KINDS:
+        name = f"{kind}-{uuid}".encode()
+        if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != 0:
+            continue
+        if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+            return int(memory.free)
+    return None
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[ctypes.CDLL | None]:
+    """Load the library; yields None where that fails."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        is_ready = library.nvmlInit_v2() == 0
+    except (OSError, AttributeError):
+        yield None
+        return
+    if not is_ready:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()

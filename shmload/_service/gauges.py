@@ -10,10 +10,10 @@ from prometheus_client import start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from shmload import __version__
 from shmload._segments.eviction import room_nbytes
 from shmload._segments.table import models
 from shmload._service.keeper import Keeper
-from shmload._version import __version__
 from shmload.errors import ShmloadError
 
 

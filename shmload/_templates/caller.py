@@ -7,7 +7,7 @@ that runs it. No step before that changes anything that the program could see.
 import os
 import sys
 
-from shmload._templates import identity, messages, place, variables, wire
+from shmload._templates import identity, messages, place, variables
 from shmload._templates.messages import Call, Program
 from shmload._templates.start import start_template
 
@@ -105,7 +105,7 @@ def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) 
         if group:  # signals to the group that it leaves reach the program only
             os.setpgid(0, joined)
         channel.settimeout(None)
-        wire.send(channel, messages.GO)
+        messages.send(channel, messages.GO)
     except (Doubt, OSError):
         if group:
             os.setpgid(0, group)
@@ -131,11 +131,11 @@ def _require_ordinary(program: Program, descriptors: list[int], status: dict[str
         raise Doubt("it is interactive")
     if not {0, 1, 2} <= set(descriptors):
         raise Doubt("a standard stream is closed")
-    if len(descriptors) + 1 > wire.MAX_FDS:
+    if len(descriptors) + 1 > messages.MAX_FDS:
         raise Doubt("it inherits very many descriptors")
 
 
-def _connect(key: str) -> "wire.Socket":
+def _connect(key: str) -> "messages.Socket":
     """Connect to a template.
 
     Raises:
@@ -144,18 +144,18 @@ def _connect(key: str) -> "wire.Socket":
     """
     path = place.socket_of(key)
     try:
-        channel = wire.connect(path, _ANSWER_TIMEOUT_S)
+        channel = messages.connect(path, _ANSWER_TIMEOUT_S)
     except TimeoutError as exc:
         raise Doubt("the template does not answer") from exc
     except OSError as exc:
         raise Doubt("", is_replaceable=True) from exc
-    if wire.peer_of(channel)[1] != os.geteuid():
+    if messages.peer_of(channel)[1] != os.geteuid():
         channel.close()
         raise Doubt("the template is another user's")
     return channel
 
 
-def _ask(channel: "wire.Socket", call: Call) -> tuple[int, int]:
+def _ask(channel: "messages.Socket", call: Call) -> tuple[int, int]:
     """Send a call with its descriptors; return process and group of a program that is ready.
 
     Raises:
@@ -163,10 +163,10 @@ def _ask(channel: "wire.Socket", call: Call) -> tuple[int, int]:
     """
     directory = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:
-        answer = wire.receive(channel)
+        answer = messages.receive(channel)
         if answer == messages.HELLO:
-            wire.send(channel, call.packed(), (directory, *call.fds))
-            answer = wire.receive(channel)
+            messages.send(channel, call.packed(), (directory, *call.fds))
+            answer = messages.receive(channel)
     except OSError as exc:
         raise Doubt(f"the template does not answer: {exc}") from exc
     finally:

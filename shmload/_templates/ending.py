@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from shmload._templates import wire
+from shmload._templates import messages
 
 # F_SETSIG is not in the module fcntl.
 _F_SETSIG = 10
@@ -122,7 +122,7 @@ def end_without_destructors() -> None:
         libc.on_exit(ctypes.cast(getattr(libc, name), ctypes.c_void_p), None)
 
 
-def die_with(channel: wire.Socket, *, with_group: bool) -> None:
+def die_with(channel: messages.Socket, *, with_group: bool) -> None:
     """Have the kernel kill this process when the caller's end of the socket closes.
 
     Args:
@@ -135,7 +135,7 @@ def die_with(channel: wire.Socket, *, with_group: bool) -> None:
     fcntl.fcntl(channel, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
-def live_without(channel: wire.Socket) -> None:
+def live_without(channel: messages.Socket) -> None:
     """Undo `die_with`, in any process that has the socket."""
     flags = fcntl.fcntl(channel, fcntl.F_GETFL)
     fcntl.fcntl(channel, fcntl.F_SETFL, flags & ~os.O_ASYNC)

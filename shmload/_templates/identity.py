@@ -9,10 +9,10 @@ import resource
 import select
 import sys
 
+from shmload import __version__
 from shmload._templates import place
 from shmload._templates.messages import VERSION
 from shmload._templates.variables import read_on_import
-from shmload._version import __version__
 
 # What a process may do, of /proc/PID/status and /proc/PID/ns.
 _FIELDS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",

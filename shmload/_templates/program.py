@@ -22,7 +22,7 @@ from multiprocessing import process
 from types import ModuleType
 from typing import Any
 
-from shmload._templates import ending, messages, variables, wire
+from shmload._templates import ending, messages, variables
 from shmload._templates.caller import Doubt, run_plainly, start_for_the_next, words_of
 from shmload._templates.hidden import Hidden
 from shmload._templates.messages import Call, Program, call_of
@@ -49,21 +49,21 @@ def become(
     """
     channel.settimeout(_TIMEOUT_S)
     try:
-        wire.send(channel, messages.HELLO)
+        messages.send(channel, messages.HELLO)
         raw, (directory, *fds), *_ = socket.recv_fds(
-            channel, wire.MAX_NBYTES, wire.MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            channel, messages.MAX_NBYTES, messages.MAX_FDS, socket.MSG_CMSG_CLOEXEC
         )
         call = call_of(raw)
         group = os.getpgrp()
         os.fchdir(directory)
         channel = _take_descriptors(call.fds, fds, channel, keep)
         run = _prepare(call, hidden, coerced)
-        wire.send(channel, b"ready %d %d" % (os.getpid(), group))
-        answer = wire.receive(channel)
+        messages.send(channel, b"ready %d %d" % (os.getpid(), group))
+        answer = messages.receive(channel)
     except Exception as exc:  # whatever it is, the caller can run the program itself
         why = str(exc) if isinstance(exc, Doubt) else f"{type(exc).__name__}: {exc}"
         with contextlib.suppress(OSError):
-            wire.send(channel, b"refused " + why.encode(errors="replace"))
+            messages.send(channel, b"refused " + why.encode(errors="replace"))
         os._exit(0)
     if answer != messages.GO:  # the caller has waited too long, and runs the program itself
         os._exit(0)
@@ -217,7 +217,7 @@ def _take_descriptors(
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
     own = fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
     channel.detach()
-    wire.close_others({*moved, own, *keep})
+    messages.close_others({*moved, own, *keep})
     for fd, number in zip(moved, wanted, strict=True):
         os.dup2(fd, number, inheritable=True)
         os.close(fd)

@@ -6,7 +6,7 @@ Signals that reach it go to the program. The program's end, or its stop, becomes
 import os
 import select
 
-from shmload._templates import messages, wire
+from shmload._templates import messages
 from shmload._templates.identity import is_stopped
 
 TYPE_CHECKING = False
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import signal
     from typing import NoReturn
 
-    from shmload._templates.wire import Socket
+    from shmload._templates.messages import Socket
 else:
     import _signal as signal  # the module signal imports enum, which takes a millisecond or two
 
@@ -85,7 +85,7 @@ class StandIn:
         for fd in range(3):
             os.dup2(self._null, fd)
         used = {self._fd, self._channel.fileno(), self._waking, self._woken}
-        wire.close_others(used, first=3)
+        messages.close_others(used, first=3)
 
     def _pass_signals_on(self) -> None:
         try:
@@ -102,7 +102,7 @@ class StandIn:
 
     def _listen(self) -> bool:
         """Take one message; tell whether more may come."""
-        said = wire.receive(self._channel)
+        said = messages.receive(self._channel)
         match said.split():
             case [messages.STOPPED]:
                 os.kill(os.getpid(), signal.SIGSTOP)  # the template continues it

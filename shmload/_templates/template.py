@@ -24,7 +24,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
-from shmload._templates import ending, identity, messages, place, wire
+from shmload._templates import ending, identity, messages, place
 from shmload._templates.hidden import Hidden
 from shmload._templates.imports import LOOK_S, Imports, Unfit, wanted_modules
 from shmload._templates.program import Birth, become
@@ -106,7 +106,7 @@ class _Caller(NamedTuple):
     def tell(self, message: bytes) -> None:
         """Send a message; a caller that has stopped reads nothing, and must not delay others."""
         with contextlib.suppress(OSError):
-            wire.send(self.channel, message, waits=False)
+            messages.send(self.channel, message, waits=False)
 
     def go_on(self) -> None:
         """Continue it: it has stopped with its program."""
@@ -219,7 +219,7 @@ class Template:
 
     def _why_not(self, caller: _Caller) -> str:
         """Return why a process may not use this template; empty if it may."""
-        pid, user = wire.peer_of(caller.channel)
+        pid, user = messages.peer_of(caller.channel)
         if user != os.geteuid():
             return "the template is another user's"
         if why := identity.how_it_differs(pid, caller.pidfd, self._rights):
@@ -283,7 +283,7 @@ class Template:
         os.close(self._lock)
 
 
-def _pidfd_of(channel: wire.Socket) -> int:
+def _pidfd_of(channel: messages.Socket) -> int:
     """Return a descriptor of the process that connected.
 
     Raises:
@@ -292,7 +292,7 @@ def _pidfd_of(channel: wire.Socket) -> int:
     try:
         return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        return os.pidfd_open(wire.peer_of(channel)[0])
+        return os.pidfd_open(messages.peer_of(channel)[0])
 
 
 def _is_alone() -> bool:

@@ -193,7 +193,7 @@ def test_piece_that_was_filled_before_rubbish_counts(tmp_path, workers_that, mon
     wanted = save_in_pieces(path, monkeypatch)
     starts = workers_that(
         """
-        from shmload._ipc.frames import to_frame
+        from shmload._host.frames import to_frame
         from shmload.workers import main as program
         from shmload.workers.messages import Filled
         def send_with_rubbish(channel, message):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import shmload
-from shmload._building.libraries import libraries_lock
+from shmload._checkpoints.library import libraries_lock
 from shmload._host import changes
 from shmload._host.collector import paused_gc
 from shmload._segments.lease import Lease

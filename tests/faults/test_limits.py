@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import shmload
 from shmload._cli.main import main
 from shmload._decoding.worker_process import WorkerProcess
-from shmload._ipc import procs
+from shmload._host import procs
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def is_first():
     except FileExistsError:
         return False
     return True
-from shmload._ipc.frames import *
+from shmload._host.frames import *
 from shmload.workers.messages import *
 from shmload.workers import fill, main as program
 channel_fd, parent = int(sys.argv[-2]), int(sys.argv[-1])

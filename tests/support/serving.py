@@ -11,9 +11,9 @@ from shmload._service.notice import require_service
 # Prints a line when it serves and when it has ended.
 SERVE = """
 import sys
-from shmload._cli import serve
+from shmload._cli import service
 from shmload._cli.main import main
-serve.notify_systemd = lambda message: print(message, flush=True)
+service.notify_systemd = lambda message: print(message, flush=True)
 main(["serve", *sys.argv[1:]], standalone_mode=False)
 print("ENDED", flush=True)
 """

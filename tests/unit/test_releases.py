@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shmload._version import TESTED
+from shmload._compat import TESTED
 
 _ROOT = Path(__file__).parents[2]
 

@@ -20,10 +20,10 @@ from shmload._checkpoints.formats.describer import (
     decode_answer,
 )
 from shmload._checkpoints.header import Header, wrong_in
-from shmload._host.fingerprint import Fingerprint
+from shmload._host import procs
+from shmload._host.files import Fingerprint
+from shmload._host.frames import Inbox, send
 from shmload._host.memo import Memo
-from shmload._ipc import procs
-from shmload._ipc.frames import Inbox, send
 from shmload._settings import settings
 from shmload._wording import format_nbytes
 from shmload.errors import LibraryError, ProtocolError

@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from shmload._checkpoints.header import TensorSpec
-from shmload._ipc.frames import Inbox, MessageReader, send, serve_parent
-from shmload._ipc.procs import die_with_parent
+from shmload._host.frames import Inbox, MessageReader, send, serve_parent
+from shmload._host.procs import die_with_parent
 
 # Without the file, which is mapped at most. The imports of torch take a tenth of it.
 _MOST_NBYTES = 16 << 30

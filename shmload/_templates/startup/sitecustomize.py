@@ -15,7 +15,7 @@ def _begin() -> None:
     way = os.environ.get("SHMLOAD_REDIRECT")
     if way:
         try:
-            from shmload.integrations.redirect import redirect
+            from shmload._redirecting.patches import redirect
         except ImportError:
             pass  # another Python than the one of `shmload run`
         else:

@@ -11,8 +11,8 @@ from gguf_files import content, entry, front, padded, pair
 from shmload._checkpoints.formats import described, describer, gguf
 from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
 from shmload._checkpoints.formats.describer import Described
+from shmload._host import procs
 from shmload._host.descriptors import Descriptor
-from shmload._ipc import procs
 
 _TENSORS = {"a": ("F32", (2, 3), bytes(24)), "b.weight": ("Q4_0", (64,), bytes(36))}
 

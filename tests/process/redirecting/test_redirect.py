@@ -12,7 +12,7 @@ import transformers
 from redirecting import assert_same
 
 import shmload
-from shmload._redirecting import arguments
+from shmload._redirecting import calls
 from shmload.errors import ArgumentError, SharedMemoryFull
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
@@ -218,8 +218,8 @@ def test_hub_id_is_redirected_if_the_cache_is_current(
     saved, hub_cache, ways, monkeypatch, commit, way
 ):
     hub_cache.add("me/model", saved("stable-diffusion"))
-    monkeypatch.setattr(arguments, "is_offline", lambda: False)
-    monkeypatch.setattr(arguments, "commit_on_hub", lambda repo_id, hub: commit)
+    monkeypatch.setattr(calls, "is_offline", lambda: False)
+    monkeypatch.setattr(calls, "commit_on_hub", lambda repo_id, hub: commit)
     assert_same(
         lambda: diffusers.DiffusionPipeline.from_pretrained("me/model", cache_dir=hub_cache.root),
         ways,

@@ -15,7 +15,7 @@ from remembering import BF16, change_scheduler, change_weights_at_the_same_time,
 from safetensors.torch import load_file, save_file
 
 import shmload
-from shmload._building import code, keeping, remembered, tensor_parts
+from shmload._building import code, keeping, parts, remembered
 from shmload._building.build import Build
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -41,7 +41,7 @@ def test_where_not_all_can_be_kept_the_models_are(saved, family, monkeypatch):
 
     def refuse(thing):
         if hasattr(thing, "scheduler"):
-            raise tensor_parts.CannotKeep("scheduler: for no reason")
+            raise parts.CannotKeep("scheduler: for no reason")
         return take_apart(thing)
 
     monkeypatch.setattr(keeping, "take_apart", refuse)
@@ -56,7 +56,7 @@ def test_where_not_all_can_be_kept_the_models_are(saved, family, monkeypatch):
 
 def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
     def fail(_):
-        raise tensor_parts.CannotKeep("for no reason")
+        raise parts.CannotKeep("for no reason")
 
     monkeypatch.setattr(keeping, "take_apart", fail)
     source = saved("stable-diffusion")

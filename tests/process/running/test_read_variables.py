@@ -5,8 +5,8 @@ import sys
 import pytest
 from children import run_to_end
 
-from shmload._host.variables import is_of_import
 from shmload._templates.imports import wanted_modules
+from shmload._templates.variables import is_of_import
 
 pytestmark = pytest.mark.libraries
 # What a terminal, a continuous integration or a compiler sets; `READ_LATER` is read by loads.

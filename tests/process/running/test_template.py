@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running_place import Running, wait_until_gone
 
-from shmload._templates import messages, wire
+from shmload._templates import messages
 
 _DEADLINE_S = 60.0
 
@@ -111,13 +111,13 @@ def test_module_that_makes_a_template_unfit_is_said(place, name):
 # A process that calls a template, whatever it may do itself.
 _LIAR = """
 import ctypes, os, sys
-from shmload._templates import wire
+from shmload._templates import messages
 folder = os.open(os.path.dirname(sys.argv[1]), os.O_PATH)
 libc = ctypes.CDLL(None)
 {confine}
 os.fchdir(folder)
-channel = wire.connect(os.path.basename(sys.argv[1]), 60)
-print(wire.receive(channel).decode())
+channel = messages.connect(os.path.basename(sys.argv[1]), 60)
+print(messages.receive(channel).decode())
 """
 _CONFINED = {
     "no_new_privs": ("libc.prctl(38, 1, 0, 0, 0)", "NoNewPrivs"),
@@ -158,7 +158,7 @@ def test_process_that_is_not_confined_is_served(running, template):
 
 def test_connection_that_says_nothing_delays_no_program(running, template):
     path = socket_of(running, template)
-    silent = [wire.connect(path, _DEADLINE_S) for _ in range(5)]
+    silent = [messages.connect(path, _DEADLINE_S) for _ in range(5)]
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
     for channel in silent:
         channel.close()
@@ -166,12 +166,12 @@ def test_connection_that_says_nothing_delays_no_program(running, template):
 
 @pytest.mark.parametrize("packet", [b"", b"x", b"{}", b"{'program': 1}", b"(" * 9999, b"\xff"])
 def test_packet_that_is_no_call_is_refused(running, template, packet):
-    channel = wire.connect(socket_of(running, template), _DEADLINE_S)
-    assert wire.receive(channel) == messages.HELLO
+    channel = messages.connect(socket_of(running, template), _DEADLINE_S)
+    assert messages.receive(channel) == messages.HELLO
     channel.send(packet)
-    assert wire.receive(channel).startswith(b"refused ")
-    assert wire.receive(channel) == b"ended 0"  # the copy
-    assert wire.receive(channel) == b""
+    assert messages.receive(channel).startswith(b"refused ")
+    assert messages.receive(channel) == b"ended 0"  # the copy
+    assert messages.receive(channel) == b""
     channel.close()
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 

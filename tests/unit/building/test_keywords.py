@@ -6,7 +6,7 @@ import diffusers
 import pytest
 
 import shmload
-from shmload._building.keywords import require_no_slip
+from shmload._building.options import require_no_slip
 
 pytestmark = pytest.mark.libraries
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.utils import weight_norm
 
-from shmload._building import structure, tensor_parts
+from shmload._building import parts, structure
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 
@@ -21,5 +21,5 @@ def normed_layer():
 
 
 def test_tensor_without_bytes_is_refused():
-    with pytest.raises(tensor_parts.CannotKeep, match="weight: a tensor without bytes"):
+    with pytest.raises(parts.CannotKeep, match="weight: a tensor without bytes"):
         structure.take_apart(normed_layer())

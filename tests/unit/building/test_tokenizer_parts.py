@@ -16,7 +16,7 @@ from tokenizers import (
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from tokenizers_tiny import clip_tokenizer, qwen2_tokenizer, t5_tokenizer
 
-from shmload._building.tokenizer_parts import put_together, take_apart
+from shmload._building.parts import put_tokenizer_together, take_tokenizer_apart
 
 WORDS = {"a": 0, "b": 1, "ab": 2, "</s>": 3}
 
@@ -53,9 +53,9 @@ SCORES = [("<unk>", 0.0), *((f"w{n}", -math.log(n + 2) * 1.37) for n in range(20
 )
 def test_restored_tokenizer_has_the_same_json(make):
     made = make()
-    parts = take_apart(made)
+    parts = take_tokenizer_apart(made)
     assert parts is not None
-    assert put_together(*parts).to_str() == made.to_str()
+    assert put_tokenizer_together(*parts).to_str() == made.to_str()
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_restored_tokenizer_has_the_same_json(make):
 )
 def test_what_its_own_pickle_restores_is_not_taken_apart(model):
     tokenizer = Tokenizer(model)
-    assert take_apart(tokenizer) is None
+    assert take_tokenizer_apart(tokenizer) is None
     assert pickle.loads(pickle.dumps(tokenizer)).to_str() == tokenizer.to_str()
 
 
 def test_what_nothing_restores_exactly_is_refused():
     with pytest.raises(ValueError, match="cannot be restored exactly"):
-        take_apart(Tokenizer(Unigram([*SCORES, ("b\0c", -2.0)])))
+        take_tokenizer_apart(Tokenizer(Unigram([*SCORES, ("b\0c", -2.0)])))
 
 
 _PIECES = {
@@ -129,6 +129,6 @@ _PIECES = {
 def test_each_piece_of_a_tokenizer_is_kept(where, piece, model):
     tokenizer = Tokenizer(model)
     setattr(tokenizer, where, piece)
-    parts = take_apart(tokenizer)
-    restored = put_together(*parts) if parts else pickle.loads(pickle.dumps(tokenizer))
+    parts = take_tokenizer_apart(tokenizer)
+    restored = put_tokenizer_together(*parts) if parts else pickle.loads(pickle.dumps(tokenizer))
     assert restored.to_str() == tokenizer.to_str()

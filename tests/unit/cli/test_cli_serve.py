@@ -3,14 +3,14 @@
 import click.testing
 import pytest
 
-from shmload._cli import serve
+from shmload._cli import service
 from shmload._cli.main import main
 
 
 @pytest.fixture
 def refusal(monkeypatch):
     """Run `shmload serve` with arguments that cannot work; return its error message."""
-    monkeypatch.setattr(serve, "Keeper", lambda *_: pytest.fail("it starts"))
+    monkeypatch.setattr(service, "Keeper", lambda *_: pytest.fail("it starts"))
 
     def run(*arguments):
         done = click.testing.CliRunner().invoke(main, ["serve", *map(str, arguments)])
@@ -42,7 +42,7 @@ def test_address_that_is_none_is_wrong_usage(refusal, address):
     ],
 )
 def test_address_is_host_and_port(text, address):
-    assert serve._parse_address(None, None, text) == address
+    assert service._parse_address(None, None, text) == address
 
 
 def test_list_with_a_mistake_is_wrong_usage(refusal, tmp_path):

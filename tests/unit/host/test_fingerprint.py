@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shmload._host.fingerprint import files_below, fingerprint
+from shmload._host.files import files_below, fingerprint
 
 _OLD = b'{"layers": 1}'
 

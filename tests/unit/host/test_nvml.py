@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from shmload._host import nvml
+from shmload._runtimes import cuda
 
 
 class Library:
@@ -53,5 +53,5 @@ def test_free_memory_by_uuid(monkeypatch, library, found):
         return library
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert nvml.free_nbytes(["a", "b", "c"]) == found
+    assert cuda.free_nbytes(["a", "b", "c"]) == found
     assert not getattr(library, "is_open", False)

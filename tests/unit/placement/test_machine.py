@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shmload._devices.destination import Destination
-from shmload._host import nvml
 from shmload._placement.inventory import choose_inventory, machine_inventory, parse_inventory
+from shmload._runtimes import cuda as runtime
 from shmload._runtimes.kinds import current_index
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_hasPrimaryContext", lambda index: index in devices.contexts, raising=False
     )
-    monkeypatch.setattr(nvml, "free_nbytes", devices.by_nvml)
+    monkeypatch.setattr(runtime, "free_nbytes", devices.by_nvml)
     return devices
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shmload._compat import dtype_keyword
-from shmload._redirecting.arguments import InDoubt, read_call
+from shmload._redirecting.calls import InDoubt, read_call
 
 _KINDS = ("pipeline", "diffusers model", "transformers model")
 _CONFIG = diffusers.QuantoConfig(weights_dtype="int8")

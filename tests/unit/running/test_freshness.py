@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from shmload._templates.freshness import Freshness
+from shmload._templates.imports import Freshness
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replace
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatch, is_watched):
     if not is_watched:
-        monkeypatch.setattr("shmload._templates.freshness._LOCAL", set())
+        monkeypatch.setattr("shmload._templates.imports._LOCAL", set())
     path = module("some_module")
     freshness = Freshness()
     freshness.begin()

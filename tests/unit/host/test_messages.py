@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmload._ipc import frames as frames_module
-from shmload._ipc.frames import Inbox, send
+from shmload._host import frames as frames_module
+from shmload._host.frames import Inbox, send
 from shmload.errors import ProtocolError
 from shmload.workers.messages import Fill, decode_to_worker
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmload._ipc.frames import to_frame
+from shmload._host.frames import to_frame
 from shmload.errors import ProtocolError
 from shmload.workers import messages as workers
 

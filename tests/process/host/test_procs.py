@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from shmload._ipc.procs import _environment, how_it_ended, start
+from shmload._host.procs import _environment, how_it_ended, start
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_output_is_kept_and_its_end_can_be_read(program):
 
 def test_default_timeout_of_the_parents_sockets_is_not_the_childs(program):
     code = """
-from shmload._ipc.frames import take_channel
+from shmload._host.frames import take_channel
 channel = take_channel(int(sys.argv[1]))
 channel.sendall(str(os.get_blocking(channel.fileno())).encode())
 """
