@@ -19,14 +19,10 @@ from shmload._checkpoints.dtypes import unit_nbytes
 from shmload._host.reading import READ_NBYTES
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
-from shmload.workers.reader import FillError, Reader, Source
+from shmload.workers.reader import FillError, Readable, Reader
 
 if TYPE_CHECKING:
     from shmload.workers.convert import Converter
-
-# Converted at a time, in bytes. On an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
-# digest and write: 64 KiB 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
-_BLOCK_NBYTES = READ_NBYTES
 
 # Often enough for a progress bar, also with a slow disk. Each report takes the parent some time on
 # a core that decodes.
@@ -41,18 +37,24 @@ class Filler:
 
     def __init__(self) -> None:
         self._reader = Reader()
-        self._target = memoryview(bytearray(_BLOCK_NBYTES))
+        self._target = memoryview(bytearray(READ_NBYTES))
         self._converters: dict[tuple[str, str], Converter] = {}
 
     def close(self) -> None:
         """End the threads that read; a second call is fine."""
         self._reader.close()
 
-    def fill(self, source: Source, target: int, runs: Iterable[Run], report: Report) -> bytes:
+    def fill(
+        self,
+        source: Readable,
+        target: int,
+        runs: Iterable[Run],
+        report: Report,
+    ) -> bytes:
         """Fill one piece.
 
         Args:
-            source: the shard.
+            source: the shard, from `examine`.
             target: descriptor of the part.
             runs: by target offset, without gaps.
             report: called now and then; its numbers add up to the bytes that the runs read.
@@ -65,16 +67,16 @@ class Filler:
         """
         digest = xxhash.xxh3_128()
         pending = 0
-        report_at = 0.0  # at once after the first block: the piece has begun
-        blocks = list(_cut(runs))
-        views = self._reader.read(source, blocks, lambda: report(0))
+        report_at = 0.0  # at once after the first run: the piece has begun
+        cut = list(_cut(runs))
+        views = self._reader.read(source, cut, lambda: report(0))
         with contextlib.closing(views):
-            for block, read in zip(blocks, views, strict=True):
-                written = self._convert(block, read)
+            for run, read in zip(cut, views, strict=True):
+                written = self._convert(run, read)
                 digest.update(written)
-                _write(target, written, block.target_offset)
+                _write(target, written, run.target_offset)
                 pending += len(read)
-                if pending >= _BLOCK_NBYTES and time.monotonic() > report_at:
+                if pending >= READ_NBYTES and time.monotonic() > report_at:
                     report(pending)
                     pending = 0
                     report_at = time.monotonic() + _REPORT_INTERVAL_S
@@ -82,30 +84,32 @@ class Filler:
             report(pending)
         return digest.digest()
 
-    def _convert(self, block: Run, read: memoryview) -> memoryview:
-        if block.source == block.target:
+    def _convert(self, run: Run, read: memoryview) -> memoryview:
+        if run.source == run.target:
             return read
-        key = (block.source, block.target)
+        key = (run.source, run.target)
         if key not in self._converters:
             # Not at the top: numpy takes half of a worker's start, and many loads convert nothing.
             import numpy  # noqa: F401 first: ml_dtypes would hide that there is no memory for it
 
             from shmload.workers.convert import make_converter
 
-            self._converters[key] = make_converter(*key, _BLOCK_NBYTES)
-        written = self._target[: block.target_nbytes]
-        self._converters[key](read, written, block.count)
+            self._converters[key] = make_converter(*key, READ_NBYTES)
+        written = self._target[: run.target_nbytes]
+        self._converters[key](read, written, run.count)
         return written
 
 
 def _cut(runs: Iterable[Run]) -> Iterator[Run]:
-    """Cut runs into blocks that end where a read of `READ_NBYTES` of the shard does.
+    """Cut runs so that they end where a read of `READ_NBYTES` of the shard does.
 
-    So a read past the page cache takes no more pages than there are bytes for.
+    So a read past the page cache takes no more pages than there are bytes for. What is read at a
+    time is converted at a time: on an EPYC 9004 with 1 MiB of level-2 cache, read, fp32 to bf16,
+    digest and write of 64 KiB reach 2.2 GB/s, 256 KiB 2.4, 1 MiB 2.6, 4 MiB 2.6.
     """
     for offset, target, elements, *kind in map(msgspec.structs.astuple, runs):
         source_nbytes, target_nbytes = unit_nbytes(*kind)
-        most = _BLOCK_NBYTES // max(source_nbytes, target_nbytes)
+        most = READ_NBYTES // max(source_nbytes, target_nbytes)
         while elements:
             room = (READ_NBYTES - offset % READ_NBYTES) // source_nbytes
             # An element may lie across the boundary.

@@ -33,7 +33,7 @@ from shmload.workers.messages import (
     Reason,
     decode_to_worker,
 )
-from shmload.workers.reader import FillError, Source, examine_source
+from shmload.workers.reader import FillError, Readable, examine
 
 
 def serve(channel: socket.socket, parent_fd: int) -> None:
@@ -60,14 +60,14 @@ class _Worker:
         self._parent = select.poll()
         self._parent.register(parent_fd, select.POLLIN)
         self._filler = Filler()
-        self._shards: dict[int, tuple[Source, int]] = {}
+        self._shards: dict[int, tuple[Readable, int]] = {}
 
     def handle(self, fill: Fill, inbox: Inbox) -> None:
         if fill.shard not in self._shards:
             if len(inbox.fds) < 2:
                 raise ProtocolError("the first piece of a shard came without its two descriptors")
             fds = inbox.fds.pop(0), inbox.fds.pop(0)
-            self._shards[fill.shard] = examine_source(_reopen(fds[0]), fill.workers), fds[1]
+            self._shards[fill.shard] = examine(_reopen(fds[0]), fill.workers), fds[1]
         send(self._channel, self._fill(fill))
 
     def _fill(self, fill: Fill) -> Filled | Failed:

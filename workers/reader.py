@@ -10,7 +10,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shmload._checkpoints.remote import (
     FetchError,
@@ -21,11 +21,9 @@ from shmload._checkpoints.remote import (
 )
 from shmload._host.reading import (
     MAX_READERS,
-    PLAIN,
     READ_NBYTES,
     Reading,
     choose_reading,
-    open_direct,
 )
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
@@ -45,6 +43,9 @@ _MOST_GAP_NBYTES = 256 << 10
 _SIGN_OF_LIFE_S = 1.0
 
 Views = Generator[memoryview, None, None]
+Runs = Sequence[Run]
+Readable = Reading | RemoteObject
+"""What a shard is read from: its file, or the object that this points to."""
 
 
 class FillError(Exception):
@@ -61,33 +62,23 @@ class FillError(Exception):
         self.offset = offset
 
 
-class Group(NamedTuple):
-    """Runs that one read gets, with what lies between them."""
-
-    begin: int
-    end: int
-    runs: Sequence[Run]
-
-
-def join(runs: Sequence[Run], is_one_read: Callable[[Run, int, Run], bool]) -> Iterator[Group]:
-    """Join runs that follow one another in the shard into groups.
+def join(runs: Sequence[Run], is_one_read: Callable[[Run, Run, Run], bool]) -> Iterator[Runs]:
+    """Join runs that follow one another in the shard; one read gets them, with what lies between.
 
     Args:
         runs: in the order in which they are read.
-        is_one_read: tells of a group's first run, its end, and the next run, whether that joins.
+        is_one_read: tells of the first and the last joined run, and the next, whether that joins.
     """
     first = 0
     for number in range(1, len(runs) + 1):
-        last = runs[number - 1]
-        end = last.source_offset + last.source_nbytes
-        if number == len(runs) or not is_one_read(runs[first], end, runs[number]):
-            yield Group(runs[first].source_offset, end, runs[first:number])
+        if number == len(runs) or not is_one_read(runs[first], runs[number - 1], runs[number]):
+            yield runs[first:number]
             first = number
 
 
 def read_in_order(
-    groups: Iterator[Group],
-    begin: Callable[[Group], "Future[Any]"],
+    groups: Iterator[Runs],
+    begin: Callable[[Runs], "Future[Any]"],
     most: int,
     wait_for: Callable[["Future[Any]"], memoryview] = lambda future: future.result(),
 ) -> Views:
@@ -96,12 +87,12 @@ def read_in_order(
     Close the iterator if it is not used up: it waits for the reads that are under way.
 
     Args:
-        groups: what is read.
+        groups: what one read each gets, as `join` returns it.
         begin: begins to read a group.
         most: how many reads are under way at most.
         wait_for: returns the bytes of a group from its `begin`.
     """
-    under_way: deque[tuple[Group, Future[Any]]] = deque()
+    under_way: deque[tuple[Runs, Future[Any]]] = deque()
 
     def go_on() -> None:
         while len(under_way) < most and (group := next(groups, None)):
@@ -114,8 +105,8 @@ def read_in_order(
             content = wait_for(future)
             under_way.popleft()
             go_on()
-            for run in group.runs:
-                begin_of_run = run.source_offset - group.begin
+            for run in group:
+                begin_of_run = run.source_offset - group[0].source_offset
                 yield content[begin_of_run : begin_of_run + run.source_nbytes]
     finally:
         for _, future in under_way:
@@ -123,24 +114,7 @@ def read_in_order(
                 future.exception()  # waits: a buffer must not be written to afterwards
 
 
-class Source(NamedTuple):
-    """A shard to read."""
-
-    fd: int
-    """Stays with the one who opened it."""
-    reading: Reading = PLAIN
-    direct_fd: int | None = None
-    """The same file, opened for reads past the page cache; None to read through it."""
-    pointed: RemoteObject | None = None
-    """The object to read in place of the file, which only points to it."""
-
-    def close_direct(self) -> None:
-        """Close the second descriptor, if there is one."""
-        if self.direct_fd is not None:
-            os.close(self.direct_fd)
-
-
-def examine_source(fd: int, workers: int) -> Source:
+def examine(fd: int, workers: int) -> Readable:
     """Choose how one of some workers reads a shard.
 
     Args:
@@ -148,13 +122,9 @@ def examine_source(fd: int, workers: int) -> Source:
         workers: number of workers that read it at the same time.
 
     Returns:
-        The shard; `close_direct` it in the end.
+        What is read: the file, which is to be closed, or the object that it points to.
     """
-    pointed = pointed_object(fd)
-    if pointed:
-        return Source(fd, pointed=pointed)
-    reading = choose_reading(fd, workers)
-    return Source(fd, reading, open_direct(fd) if reading.is_direct else None)
+    return pointed_object(fd) or choose_reading(fd, workers)
 
 
 class Reader:
@@ -172,8 +142,8 @@ class Reader:
 
     def read(
         self,
-        source: Source,
-        runs: Sequence[Run],
+        source: Readable,
+        runs: Runs,
         wait_longer: Callable[[], None] = lambda: None,
     ) -> Views:
         """Yield the bytes of each run, in order; each is valid until the next is asked for.
@@ -181,28 +151,28 @@ class Reader:
         Close the iterator if it is not used up: it waits for the reads that are under way.
 
         Args:
-            source: the shard.
+            source: from `examine`.
             runs: none larger than `READ_NBYTES` there.
             wait_longer: called now and then while a server keeps the worker waiting.
 
         Raises:
             FillError: the shard ends early or was replaced, or cannot be read.
         """
-        if source.pointed:
-            return self._read_ranges(source.pointed, runs, wait_longer)
-        if source.reading.readers:
+        if isinstance(source, RemoteObject):
+            return self._read_ranges(source, runs, wait_longer)
+        if source.readers:
             return self._read_ahead(source, runs)
         return self._read_now(source, runs)
 
-    def _read_now(self, source: Source, runs: Sequence[Run]) -> Views:
+    def _read_now(self, source: Reading, runs: Runs) -> Views:
         self._allow_buffers(1)
         for run in runs:
             view = self._buffers[0][: run.source_nbytes]
             _read_fully(source.fd, view, run.source_offset, 0)
             yield view
 
-    def _read_ahead(self, source: Source, runs: Sequence[Run]) -> Views:
-        depth = min(source.reading.readers, MAX_READERS)
+    def _read_ahead(self, source: Reading, runs: Runs) -> Views:
+        depth = min(source.readers, MAX_READERS)
         self._allow_buffers(depth + 1)  # one is in use while the others are filled
         threads = self._start_threads()
         buffers = itertools.cycle(self._buffers[: depth + 1])
@@ -213,7 +183,7 @@ class Reader:
         )
 
     def _read_ranges(
-        self, pointed: RemoteObject, runs: Sequence[Run], wait_longer: Callable[[], None]
+        self, pointed: RemoteObject, runs: Runs, wait_longer: Callable[[], None]
     ) -> Views:
         # Not at the top: most shards are files.
         from shmload._checkpoints.objects import fetch
@@ -232,7 +202,9 @@ class Reader:
         try:
             yield from read_in_order(
                 groups,
-                lambda group: threads.submit(fetch, pointed, group.begin, group.end),
+                lambda group: threads.submit(
+                    fetch, pointed, group[0].source_offset, group[-1].source_end
+                ),
                 REQUESTS,
                 wait_for,
             )
@@ -256,38 +228,35 @@ class Reader:
         return self._threads
 
 
-def _is_one_read(first: Run, end: int, run: Run) -> bool:
+def _is_one_read(first: Run, last: Run, run: Run) -> bool:
     """Tell whether a run is read with those before it: both begin in one block of the file."""
     is_near = run.source_offset // READ_NBYTES == first.source_offset // READ_NBYTES
     # The last element may cross the end of the block: it is read whole.
-    fits = _nbytes_of(first, run) <= READ_NBYTES + _PAGE_NBYTES
-    return run.source_offset >= end and is_near and fits
+    fits = run.source_end - first.source_offset <= READ_NBYTES + _PAGE_NBYTES
+    return run.source_offset >= last.source_end and is_near and fits
 
 
-def is_one_range(first: Run, end: int, run: Run) -> bool:
+def is_one_range(first: Run, last: Run, run: Run) -> bool:
     """Tell whether a run of an object is requested with those before it: the gap is small."""
-    is_near = end <= run.source_offset <= end + _MOST_GAP_NBYTES
-    return is_near and _nbytes_of(first, run) <= RANGE_NBYTES
+    is_near = 0 <= run.source_offset - last.source_end <= _MOST_GAP_NBYTES
+    return is_near and run.source_end - first.source_offset <= RANGE_NBYTES
 
 
-def _nbytes_of(first: Run, last: Run) -> int:
-    return last.source_offset + last.source_nbytes - first.source_offset
-
-
-def _fetch(source: Source, buffer: memoryview, group: Group) -> memoryview:
+def _fetch(source: Reading, buffer: memoryview, group: Runs) -> memoryview:
     """Read a group to where its page begins in the buffer; return where it lies."""
-    begin = group.begin // _PAGE_NBYTES * _PAGE_NBYTES
+    first, end = group[0].source_offset, group[-1].source_end
+    begin = first // _PAGE_NBYTES * _PAGE_NBYTES
     done = 0
     if source.direct_fd is not None:
-        whole = buffer[: -(-group.end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
+        whole = buffer[: -(-end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
         try:
             done = os.preadv(source.direct_fd, [whole], begin)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # its offsets must be multiples of more than a page
                 raise _read_error(exc) from exc
     # What is left, at the end of the file, is no multiple of a page.
-    _read_fully(source.fd, buffer[: group.end - begin], begin, done)
-    return buffer[group.begin - begin : group.end - begin]
+    _read_fully(source.fd, buffer[: end - begin], begin, done)
+    return buffer[first - begin : end - begin]
 
 
 def _read_fully(fd: int, buffer: memoryview, offset: int, done: int) -> None:

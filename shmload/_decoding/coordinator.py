@@ -17,6 +17,7 @@ from shmload._decoding.allowance import Allowance
 from shmload._decoding.shard import Shard
 from shmload._decoding.worker_process import WorkerProcess
 from shmload._host.limits import is_lack_of_memory, no_memory
+from shmload._host.reading import Reading
 from shmload._segments.pieces import Run, combine_digests, range_of
 from shmload._settings import settings
 from shmload._wording import logger_of
@@ -86,9 +87,9 @@ def _decode_here(
     """Fill a shard's part in the caller's thread; return the digest of its segment."""
     # Imported here: a parent with workers never needs the conversions.
     from shmload.workers.fill import Filler
-    from shmload.workers.reader import FillError, examine_source
+    from shmload.workers.reader import FillError, examine
 
-    filler, source = Filler(), examine_source(shard.fd, 1)
+    filler, source = Filler(), examine(shard.fd, 1)
     try:
         digests = []
         for runs in shard.layout.pieces:
@@ -105,7 +106,8 @@ def _decode_here(
         raise no_memory(shard.shown) from exc
     finally:
         filler.close()
-        source.close_direct()
+        if isinstance(source, Reading):
+            source.close()
 
 
 def _part_fd(shard: Shard) -> int:

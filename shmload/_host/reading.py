@@ -28,20 +28,23 @@ _SYS_CACHESTAT = 451
 
 
 class Reading(NamedTuple):
-    """How a file is read."""
+    """An open file, and how it is read: by default when bytes are needed, by the page cache."""
 
-    readers: int
+    fd: int
+    """Stays with the one who opened it."""
+    readers: int = 0
     """Reads that are under way while a worker decodes; 0: it reads when it needs the bytes."""
-    is_direct: bool
-    """Whether they pass the page cache by (O_DIRECT)."""
+    direct_fd: int | None = None
+    """The same file, opened for reads past the page cache (O_DIRECT)."""
 
-
-PLAIN = Reading(0, False)
-"""Read when bytes are needed, through the page cache, with the kernel's own read-ahead."""
+    def close(self) -> None:
+        """Close the second descriptor, if there is one."""
+        if self.direct_fd is not None:
+            os.close(self.direct_fd)
 
 
 def choose_reading(fd: int, workers: int) -> Reading:
-    """Choose how one worker reads a file.
+    """Choose how one worker reads a file; close what is returned.
 
     Args:
         fd: descriptor of a regular file; stays the caller's.
@@ -59,13 +62,13 @@ def choose_reading(fd: int, workers: int) -> Reading:
     # The pages of a file on overlayfs belong to the file below.
     cached = None if kind == "overlay" else cached_part(fd, found.st_size)
     if found.st_size < _LEAST_NBYTES or kind in _IN_MEMORY or (cached or 0) >= _MOSTLY:
-        return PLAIN
+        return Reading(fd)
     if place and place.is_remote:
         # Requests take long: as many as a worker may have hide that. FUSE fills the page cache by
         # 128 KiB a request, with 12 under way in a whole mount.
-        return Reading(max(_READERS, MAX_READERS // workers), is_direct=True)
+        return Reading(fd, max(_READERS, MAX_READERS // workers), open_direct(fd))
     # A second reader would make the heads of a disk that turns seek.
-    return Reading(1 if is_rotational(found.st_dev) else _READERS, is_direct=False)
+    return Reading(fd, 1 if is_rotational(found.st_dev) else _READERS)
 
 
 def open_direct(fd: int) -> int | None:

@@ -42,6 +42,11 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.count * unit_nbytes(self.source, self.target)[0]
 
     @property
+    def source_end(self) -> int:
+        """Where it ends in the shard's file, in bytes."""
+        return self.source_offset + self.source_nbytes
+
+    @property
     def target_nbytes(self) -> int:
         """Size in the segment, in bytes."""
         return self.count * unit_nbytes(self.source, self.target)[1]

@@ -8,7 +8,6 @@ from shmload._host import procfs, reading
 from shmload._host.procfs import FileSystem
 from shmload._host.reading import (
     MAX_READERS,
-    PLAIN,
     READ_NBYTES,
     Reading,
     choose_reading,
@@ -31,24 +30,27 @@ def fd(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "cached", "is_turning", "workers", "wanted"),
     [
-        ("tmpfs", 0.0, False, 1, PLAIN),
-        ("ext4", 1.0, False, 1, PLAIN),
-        ("nfs4", 0.9, False, 1, PLAIN),
-        ("ext4", 0.1, False, 4, Reading(4, False)),
-        ("overlay", None, False, 1, Reading(4, False)),
-        ("ext4", 0.0, True, 2, Reading(1, False)),
-        ("nfs4", 0.0, False, 1, Reading(MAX_READERS, True)),
-        ("fuse.s3fs", None, False, 4, Reading(MAX_READERS // 4, True)),
-        ("fuse.s3fs", None, False, 32, Reading(4, True)),
+        ("tmpfs", 0.0, False, 1, (0, False)),
+        ("ext4", 1.0, False, 1, (0, False)),
+        ("nfs4", 0.9, False, 1, (0, False)),
+        ("ext4", 0.1, False, 4, (4, False)),
+        ("overlay", None, False, 1, (4, False)),
+        ("ext4", 0.0, True, 2, (1, False)),
+        ("nfs4", 0.0, False, 1, (MAX_READERS, True)),
+        ("fuse.s3fs", None, False, 4, (MAX_READERS // 4, True)),
+        ("fuse.s3fs", None, False, 32, (4, True)),
     ],
 )
 def test_reading_follows_from_the_place(fd, monkeypatch, kind, cached, is_turning, workers, wanted):
     monkeypatch.setattr(procfs, "file_system", lambda device: FileSystem(kind, ()))
+    monkeypatch.setattr(reading, "open_direct", os.dup)
     monkeypatch.setattr(reading, "cached_part", lambda fd, nbytes: cached)
     monkeypatch.setattr(reading, "is_rotational", lambda device: is_turning)
-    assert choose_reading(fd, workers) == wanted
+    found = choose_reading(fd, workers)
+    assert (found.readers, found.direct_fd is not None) == wanted
+    found.close()
     os.ftruncate(fd, READ_NBYTES)
-    assert choose_reading(fd, workers) == PLAIN
+    assert choose_reading(fd, workers) == Reading(fd)
 
 
 def test_disk_that_turns_is_known_by_itself_and_by_a_partition(tmp_path):

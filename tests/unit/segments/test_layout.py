@@ -15,7 +15,7 @@ from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import build_header, read_header
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.memory import PAGE_NBYTES
-from shmload._host.reading import PLAIN, Reading
+from shmload._host.reading import Reading
 from shmload._segments import pieces
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import (
@@ -28,7 +28,6 @@ from shmload._segments.metadata import (
 from shmload._segments.pieces import combine_digests
 from shmload._segments.upkeep import digest_data
 from shmload.workers.fill import Filler
-from shmload.workers.reader import Source
 
 _NO_METADATA = Metadata()
 _PIECE_NBYTES = 256  # instead of 64 MiB, to split small tensors too
@@ -121,17 +120,17 @@ def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
     _tensors,
     _targets,
     st.sets(st.text("abc.", min_size=1, max_size=2)),
-    st.sampled_from([PLAIN, Reading(2, False)]),
+    st.sampled_from([0, 2]),
 )
 def test_filled_segment_is_read_by_safetensors_as_torchs_conversion(
-    described, target, exceptions, reading
+    described, target, exceptions, readers
 ):
     tensors = make_tensors(described)
     with small_pieces(), in_memory(safetensors.torch.save(tensors)) as source, in_memory() as fd:
         layout = lay_out_file(source, converting(target, exceptions), Metadata(source="here"))
         os.ftruncate(fd, layout.nbytes)
         os.pwrite(fd, layout.header, 0)
-        shard = Source(source, reading)
+        shard = Reading(source, readers)
         with contextlib.closing(Filler()) as filler:
             digests = [filler.fill(shard, fd, piece, lambda _: None) for piece in layout.pieces]
         # The digest from the worker equals the digest that `verify` computes from the segment.
@@ -183,7 +182,7 @@ def fill(layout, source):
         os.pwrite(fd, layout.header, 0)
         filler = Filler()
         for piece in layout.pieces:
-            filler.fill(Source(source), fd, piece, lambda _: None)
+            filler.fill(Reading(source), fd, piece, lambda _: None)
         return dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
 
 

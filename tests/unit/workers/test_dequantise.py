@@ -11,12 +11,12 @@ from shmload._checkpoints.formats.gguf import read_header
 from shmload._checkpoints.formats.safetensors import read_header as read_segment
 from shmload._checkpoints.quantised import require_dequantised
 from shmload._checkpoints.rule import RAW, Rule
+from shmload._host.reading import Reading
 from shmload._segments.layout import lay_out
 from shmload._segments.metadata import make_metadata
 from shmload.errors import CheckpointError
 from shmload.workers.convert import make_converter
 from shmload.workers.fill import Filler
-from shmload.workers.reader import Source
 
 UNKNOWN = {"Q8_1", "Q8_K", "Q1_0"}
 DEQUANTISED = sorted(BLOCKS.keys() - UNKNOWN)
@@ -66,7 +66,7 @@ def fill(raw, target, piece_nbytes=2048):
         filler = Filler()
         read = []
         for piece in layout.pieces:
-            filler.fill(Source(source), part, piece, read.append)
+            filler.fill(Reading(source), part, piece, read.append)
         assert sum(read) == header.data_nbytes
         found = read_segment(part, "segment")
         return {

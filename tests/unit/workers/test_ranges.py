@@ -5,12 +5,11 @@ import pytest
 from shmload._checkpoints import objects
 from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload._segments.pieces import Run
-from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, Source, is_one_range, join
+from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, is_one_range, join
 
 MB = 1 << 20
 CONTENT = bytes(range(251)) * 100_000
 OBJECT = RemoteObject(url="s3://b/model.safetensors", nbytes=len(CONTENT), tag="t")
-SOURCE = Source(-1, pointed=OBJECT)
 
 
 def span(offset, nbytes):
@@ -21,6 +20,10 @@ def span(offset, nbytes):
 def whole(begin, nbytes):
     """Return spans of 1 MiB."""
     return [span(at, min(MB, begin + nbytes - at)) for at in range(begin, begin + nbytes, MB)]
+
+
+def ends(runs):
+    return runs[0].source_offset, runs[-1].source_end
 
 
 @pytest.mark.parametrize(
@@ -37,9 +40,9 @@ def whole(begin, nbytes):
 )
 def test_spans_are_joined(spans, wanted):
     found = list(join(spans, is_one_range))
-    assert [(each.begin, each.end) for each in found] == wanted
-    assert [run for each in found for run in each.runs] == spans
-    assert all(each.end - each.begin <= RANGE_NBYTES for each in found)
+    assert list(map(ends, found)) == wanted
+    assert [run for each in found for run in each] == spans
+    assert all(end - begin <= RANGE_NBYTES for begin, end in map(ends, found))
 
 
 @pytest.fixture
@@ -63,9 +66,9 @@ def reader():
 
 def test_bytes_come_in_the_order_of_the_spans(reader, asked):
     spans = [*whole(16, 20 * MB), span(21 * MB, 400), span(2, 8), span(22 * MB, 100)]
-    found = [bytes(view) for view in reader.read(SOURCE, spans, lambda: None)]
+    found = [bytes(view) for view in reader.read(OBJECT, spans, lambda: None)]
     assert found == [CONTENT[r.source_offset : r.source_offset + r.source_nbytes] for r in spans]
-    assert sorted(asked) == sorted((each.begin, each.end) for each in join(spans, is_one_range))
+    assert sorted(asked) == sorted(map(ends, join(spans, is_one_range)))
 
 
 def test_error_of_a_request_is_raised(reader, monkeypatch):
@@ -74,4 +77,4 @@ def test_error_of_a_request_is_raised(reader, monkeypatch):
 
     monkeypatch.setattr(objects, "fetch", fail)
     with pytest.raises(FillError, match="no"):
-        list(reader.read(SOURCE, [span(0, 8)], lambda: None))
+        list(reader.read(OBJECT, [span(0, 8)], lambda: None))

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from shmload._host.reading import PLAIN, READ_NBYTES, Reading, open_direct
+from shmload._host.reading import READ_NBYTES, Reading, open_direct
 from shmload._segments.pieces import Run
 from shmload.workers.messages import Reason
-from shmload.workers.reader import FillError, Reader, Source
+from shmload.workers.reader import FillError, Reader
 
 _NBYTES = 5 * READ_NBYTES + 1234
-_AHEAD = Reading(3, False)
+_AHEAD = 3
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def source(request, path):
     direct = open_direct(fd) if request.param == "past the page cache" else None
     if request.param == "past the page cache" and direct is None:
         pytest.skip("this file system has no O_DIRECT")
-    found = Source(fd, PLAIN if request.param == "when needed" else _AHEAD, direct)
+    found = Reading(fd, 0 if request.param == "when needed" else _AHEAD, direct)
     yield found
-    found.close_direct()
+    found.close()
     os.close(fd)
 
 
@@ -108,7 +108,7 @@ def test_offsets_that_the_disk_refuses_are_read_through_the_page_cache(
             return preadv(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", refuse)
-        (view,) = reader.read(Source(file.fileno(), _AHEAD, direct.fileno()), [span(7, 5000)])
+        (view,) = reader.read(Reading(file.fileno(), _AHEAD, direct.fileno()), [span(7, 5000)])
         assert view == content[7:5007]
 
 
@@ -125,7 +125,7 @@ def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
     monkeypatch.setattr(os, "preadv", count)
     with path.open("rb") as file:
         spans = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
-        views = reader.read(Source(file.fileno(), _AHEAD), spans)
+        views = reader.read(Reading(file.fileno(), _AHEAD), spans)
         next(views)
         views.close()
         done = len(left)
