@@ -194,7 +194,9 @@ class Folder:
             return f"{number:08}"
         name = key(item)
         if not isinstance(name, str) or name != name.encode(errors="replace").decode():
-            raise ArgumentError(f"the key of item {number} is {name!r}; give text that UTF-8 has")
+            raise ArgumentError(
+                f"the key of item {number} is {name!r}; give text that UTF-8 can encode"
+            )
         digest = blake2b(name.encode(), digest_size=16).digest()  # however long the key is
         if digest in self._keys:
             raise ArgumentError(

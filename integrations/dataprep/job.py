@@ -276,7 +276,9 @@ class Job:
             "version": "2",
         }
         if taken := known.keys() & facts.keys():
-            raise ArgumentError(f"facts has {min(taken)!r}, which says something else already")
+            raise ArgumentError(
+                f"facts has {min(taken)!r}, which the folder records itself; choose another name"
+            )
         return known | dict(facts)
 
 

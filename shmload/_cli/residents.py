@@ -140,7 +140,7 @@ def save_command(source: str, directory: str) -> None:
     save_pretrained writes it to DIRECTORY.
     """
     if not is_publication(source):
-        raise click.UsageError(f"{source} is no publication; those of `shmload ls` begin so: shm:")
+        raise click.UsageError(f"{source} is no publication; give a name like shm:watercolour")
     from shmload._building.publishing import load_published
 
     thing = load_published(source)

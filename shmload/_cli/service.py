@@ -151,7 +151,9 @@ def _parse_address(
         return None
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]*):([0-9]+)", text, re.ASCII)
     if not found or int(found[2]) > _MAX_PORT:
-        raise click.BadParameter(f"{text!r} is none; write it like 127.0.0.1:9477 or [::1]:9477")
+        raise click.BadParameter(
+            f"{text!r} is no address; write it like 127.0.0.1:9477 or [::1]:9477"
+        )
     return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 

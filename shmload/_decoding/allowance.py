@@ -47,8 +47,7 @@ def bound_of(workers: int, limit_nbytes: int | None = None) -> Bound:
         return Bound(_PIECE_NBYTES, pieces * _PIECE_NBYTES, limit_nbytes)
     if limit_nbytes < _LEAST_NBYTES:
         raise ArgumentError(
-            f"{format_nbytes(limit_nbytes)} of host memory is less than eight pages; allow for "
-            "some MiB"
+            f"{format_nbytes(limit_nbytes)} of host memory is too little; allow some MiB"
         )
     # Prefer fewer pieces to smaller ones: each has a fixed cost.
     ahead_nbytes = limit_nbytes // 2

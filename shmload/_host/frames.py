@@ -137,7 +137,9 @@ class Inbox:
         self._buffer += received
         # The kernel drops descriptors that exceed `_MAX_FDS` or the limit of this process.
         if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_FDS:
-            raise ProtocolError("more descriptors came than messages or this process can take")
+            raise ProtocolError(
+                "more descriptors arrived than the messages name or this process can open"
+            )
         return bool(received)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def serve(known: Collection[str]) -> Birth:
     pid = os.getpid()
     try:
         if own_key != key:
-            raise Unfit("what it was to have in common with its callers has changed since")
+            raise Unfit("it has other limits, rights or variables than its callers")
         template = Template(key, lock, known)
         template.begin()
         return template.run()

@@ -226,7 +226,7 @@ def test_wrong_arguments_are_refused(job, folder):
         ({"shard_items": 0}, "shard_items is 0"),
         ({"facts": {"seed": "1"}}, "facts has 'seed'"),
         ({"key": int}, "the key of item 0 is 0; give text"),
-        ({"key": lambda item: "\udcff"}, "give text that UTF-8 has"),
+        ({"key": lambda item: "\udcff"}, "give text that UTF-8 can encode"),
     ]:
         with pytest.raises(shmload.ArgumentError, match=said):
             made.write(squares, range(3), folder, **arguments)
