@@ -28,3 +28,23 @@ def assert_as_on_the_host_but_for_notes(got, wanted):
         found = models_of(got)[name].state_dict()
         assert found.keys() == model.state_dict().keys()
         assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
+
+
+def call_flux(model):
+    """Call a Flux transformer with the same inputs each time."""
+    config, generator = model.config, torch.Generator().manual_seed(1)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator).to(model.dtype)
+
+    with torch.no_grad():
+        return model(
+            hidden_states=drawn(1, 16, config.in_channels),
+            encoder_hidden_states=drawn(1, 5, config.joint_attention_dim),
+            pooled_projections=drawn(1, config.pooled_projection_dim),
+            timestep=torch.ones(1),
+            img_ids=torch.zeros(16, 3),
+            txt_ids=torch.zeros(5, 3),
+            guidance=torch.ones(1) if config.guidance_embeds else None,
+            return_dict=False,
+        )[0]

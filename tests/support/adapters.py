@@ -1,6 +1,8 @@
 """Small adapters for pipelines."""
 
+import peft
 import torch
+from safetensors.torch import save_file
 
 TOKENS = 4
 EMBEDDING = 16
@@ -24,3 +26,14 @@ def ip_adapter_of(unet):
         attention[f"{2 * number + 1}.to_k_ip.weight"] = noise(*shape)
         attention[f"{2 * number + 1}.to_v_ip.weight"] = noise(*shape) * 2
     return {"image_proj": image, "ip_adapter": attention}
+
+
+def save_lora(model, path, target="to_q", seed=0):
+    """Save a LoRA for what denoises, as diffusers does, and return its file."""
+    torch.manual_seed(seed)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
+    part = "unet" if "UNet" in type(model).__name__ else "transformer"
+    state = peft.get_peft_model_state_dict(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({f"{part}.{key}": each.contiguous() for key, each in state.items()}, path)
+    return path

@@ -1,11 +1,10 @@
 """The library loads quantised weights itself: it gets the stored files, and the device map.
 
 A stand-in for a model's class shows what it is asked for. The packages that quantise are tried in
-`test_quantised_files.py`, where they are installed.
+`tests/process/publishing/test_quantisers.py`, where they are installed.
 """
 
 import gc
-import json
 from typing import ClassVar
 
 import pytest
@@ -60,39 +59,13 @@ def test_library_gets_stored_weights_and_the_device_map(saved, name, evicts):
     assert {info.conversion for info in shmload.segments()} == {"raw"}
 
 
-class Refusing(transformers.CLIPTextModel):
-    """Says what it is asked, and loads nothing."""
-
-    @classmethod
-    def from_pretrained(cls, path, **kwargs):
-        raise NotImplementedError(kwargs.get("device_map"))
-
-
-def test_checkpoint_that_is_quantised_is_placed_by_the_library(copied, accelerators):
-    source = copied("stable-diffusion")
-    path = source / "text_encoder" / "config.json"
-    config = json.loads(path.read_text())
-    given = {"subfolder": "text_encoder", "device_map": "cuda:0"}
-    with pytest.raises(NotImplementedError, match="None"):  # shmload places it
-        shmload.load_model(Refusing, source, **given)
-    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    with pytest.raises(NotImplementedError, match="cuda:0"):
-        shmload.load_model(Refusing, source, **given)
-
-
-def first_layer(model):
-    """Return a layer of the encoder, whose path is longer in transformers 4."""
-    found = dict(model.named_modules())
-    return next(found[path] for path in found if path.endswith("encoder.layers.0.mlp.fc1"))
-
-
 class MadeOfTwo(transformers.CLIPTextModel):
     """Has a weight without a storage of its own, as torchao and quanto make them."""
 
     @classmethod
     def from_pretrained(cls, path, **kwargs):
         found = super().from_pretrained(path, **kwargs)
-        layer = first_layer(found)
+        layer = found.get_input_embeddings()
         layer.weight = torch.nn.Parameter(TwoTensor(layer.weight.data, layer.weight.data))
         return found
 
@@ -100,9 +73,9 @@ class MadeOfTwo(transformers.CLIPTextModel):
 def test_model_holds_the_segment_that_the_parts_of_its_tensors_lie_in(saved, evicts):
     source = saved("stable-diffusion")
     given = {"subfolder": "text_encoder", "dtype": "bfloat16"}
-    got = shmload.load_model(MadeOfTwo, source, share=True, **given)
-    weight = first_layer(got).weight
-    del got
+    weight = (
+        shmload.load_model(MadeOfTwo, source, share=True, **given).get_input_embeddings().weight
+    )
     gc.collect()
     assert [info.is_leased for info in shmload.segments()] == [True]
     assert "/shmload-" in Mappings().find(weight.a)[1]

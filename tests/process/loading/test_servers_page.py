@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 _PAGE = Path(__file__).parents[3] / "docs" / "servers.md"
 _SOURCE = "path/to/stable-diffusion"
@@ -42,17 +41,13 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def lora(saved, tmp_path_factory):
+def lora(tmp_path_factory):
     """A LoRA for the tiny UNet, with weights that are not zero."""
-    import diffusers
-    import peft
+    from adapters import save_lora
+    from pipelines import build
 
-    unet = diffusers.UNet2DConditionModel.from_pretrained(saved("stable-diffusion") / "unet")
-    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
     path = tmp_path_factory.mktemp("lora") / "lora.safetensors"
-    weights = peft.get_peft_model_state_dict(unet)
-    save_file({f"unet.{name}": value.contiguous() for name, value in weights.items()}, path)
-    return path
+    return save_lora(build("stable-diffusion").unet, path)
 
 
 def test_each_example_is_run_below():

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from accelerated import assert_as_on_the_host_but_for_notes, load, models_of
+from accelerated import assert_as_on_the_host_but_for_notes, load
 from comparing import reference
 
 import shmload
@@ -72,13 +72,6 @@ def test_copies_begin_before_the_last_piece_is_decoded(saved, decode, evicts, ho
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 
 
-def test_what_stays_on_the_host_is_waited_for(saved, decode, evicts):
-    source = saved("flux")
-    decode.copied.set()
-    got = load(source, device_map={"": "cpu", "vae": 0}, keep=True)
-    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
-
-
 def test_decode_that_fails_behind_a_copy_leaves_nothing(saved, decode, accelerators, shm_names):
     decode.error = shmload.ShardTruncated("a file ended early")
     with pytest.raises(shmload.ShardTruncated):
@@ -97,11 +90,3 @@ def test_copy_that_fails_ends_a_decode_that_is_under_way(saved, decode, accelera
     with pytest.raises(torch.OutOfMemoryError):
         load(saved("flux"), device_map={"": 0}, keep=True)
     assert shm_names() == []
-
-
-def test_workers_pieces_are_copied_as_they_come(saved, accelerators, configure, evicts):
-    configure(inline_nbytes=0)
-    source = saved("wan")
-    got = load(source, device_map={"": 0}, keep=True)
-    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
-    assert all(p.data_ptr() % 256 == 0 for m in models_of(got).values() for p in m.parameters())

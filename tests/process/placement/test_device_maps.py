@@ -1,6 +1,5 @@
 """Device maps place whole pipelines as asked, and bad ones are refused."""
 
-import msgspec
 import pytest
 import torch
 from accelerated import assert_as_on_the_host, assert_as_on_the_host_but_for_notes, load, models_of
@@ -54,20 +53,6 @@ def test_model_that_is_passed_in_goes_along(saved, accelerators, streams):
     assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
 
 
-def test_model_that_is_divided(saved, accelerators):
-    got = load(
-        saved("flux"),
-        device_map={
-            "": "cuda:0",
-            "transformer.transformer_blocks": "cuda:1",
-        },
-    )
-    assert got.transformer.hf_device_map["transformer_blocks"] == "cuda:1"
-    assert got.hf_device_map["transformer.transformer_blocks"] == "cuda:1"
-    assert accelerators["cuda:1"].calls.count("empty") > 0
-    assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
-
-
 def test_cpu_for_everything_copies_nothing(saved, accelerators):
     source = saved("flux")
     got = load(source, device_map="cpu")
@@ -96,41 +81,9 @@ def test_limit_for_the_host_needs_a_way_off_it(saved, accelerators, arguments):
         load(saved("flux"), max_host_memory="1MiB", **arguments)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("max_host_memory", "much"),
-        ("max_host_memory", 5),
-        ("device_map", "atuo"),
-        ("device_map", {"": "gpu"}),
-        ("device_map", {"": "disk"}),
-        ("max_memory", "20GiB"),
-    ],
-)
-def test_odd_arguments_are_refused_before_anything_is_decoded(saved, accelerators, argument, value):
-    read = []
-    arguments = {"torch_dtype": torch.bfloat16, "device_map": "cuda", argument: value}
-    with pytest.raises(shmload.ArgumentError, match=argument[:4]):
-        shmload.load_pipeline(
-            saved("flux"), **arguments, keep=True, progress=lambda *counts: read.append(counts)
-        )
-    assert read == []
-
-
 @pytest.mark.parametrize("device_map", ["cuda", {"": "cpu", "vae": 0}])
 def test_missing_gpu_is_found_before_anything_is_decoded(saved, monkeypatch, device_map):
     monkeypatch.setattr(inventory, "machine_inventory", lambda *_: parse_inventory("cpu=8GiB"))
     monkeypatch.setattr(Load, "__init__", None)  # no load is begun
     with pytest.raises(shmload.ArgumentError, match=r"names cuda:0, .*are cpu; take one of these"):
         shmload.load_pipeline(saved("flux"), device_map=device_map)
-
-
-def test_cuda_without_an_index_is_the_current_device(saved, accelerators, monkeypatch):
-    here = msgspec.structs.replace(parse_inventory("2x1GiB,cpu=8GiB"), current_index=1)
-    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: here)
-    got = load(saved("flux"), device_map={"": "cuda", "vae": "cuda:0"})
-    assert got.hf_device_map["transformer"] == "cuda:1"
-    assert got.hf_device_map["vae"] == "cuda:0"
-    assert load(saved("flux"), device_map="cuda", max_host_memory="64KiB").hf_device_map == {
-        "": "cuda:1"
-    }

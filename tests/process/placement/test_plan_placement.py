@@ -7,8 +7,6 @@ import json
 import diffusers
 import pytest
 import torch
-from accelerate.utils import check_device_map
-from placing import UNIT, limited
 from safetensors.torch import load_file
 
 import shmload
@@ -16,7 +14,6 @@ from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.resolve import resolve
 from shmload._checkpoints.wanted import Wanted
 from shmload._cli.main import main
-from shmload._placement.placement import place
 
 _FAMILIES = ("stable-diffusion", "sdxl", "sd3", "flux", "wan", "qwen-image")
 _MIXED = {"vae": torch.float32, "default": torch.bfloat16}
@@ -44,30 +41,6 @@ def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype
     }
     # Sizes, modules, modules that stay whole, and ties.
     assert _components(folder, torch_dtype) == loaded
-
-
-# accelerate's maps name tensors too.
-@pytest.mark.libraries
-@pytest.mark.filterwarnings("ignore:The following device_map keys")
-@pytest.mark.parametrize("family", _FAMILIES)
-def test_divided_maps_cover_every_tensor_for_accelerate(saved, family):
-    pipe = diffusers.DiffusionPipeline.from_pretrained(saved(family))
-    models = {n: m for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
-    for name, model in models.items():
-        component = component_of(name, model)
-        most = component.nbytes * 3 / 4 / UNIT
-        placed = place([component], "auto", limited(most, most)).components[name]
-        if isinstance(placed, dict):
-            check_device_map(model, placed)
-
-
-@pytest.mark.libraries
-def test_module_with_two_names_counts_once_and_stays_together():
-    model = torch.nn.Module()
-    model.first = model.second = torch.nn.Linear(4, 4)
-    component = component_of("", model)
-    assert component.nbytes == 80
-    assert component.ties == (("first", "second"),)
 
 
 @pytest.mark.libraries

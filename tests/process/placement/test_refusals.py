@@ -123,40 +123,28 @@ def test_weights_do_not_wait_on_a_disk(saved, accelerators, built):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"device_map": "gpu"},
         {"device_map": {"": 0, "vae": 7}},
         {"device_map": "auto", "max_memory": {7: "1GiB"}},
-        {"device_map": "cuda", "max_memory": {0: "0x3"}},
         {"device_map": "cuda", "max_host_memory": "much"},
+        {"device_map": "cuda", "max_memory": "20GiB"},
         {"max_memory": {0: "1GiB"}},
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "load_one",
-    [shmload.load_pipeline, functools.partial(shmload.load_model, "AutoencoderKL")],
-    ids=["pipeline", "model"],
-)
-def test_what_no_source_can_mend_is_said_before_the_source_is_looked_for(
-    accelerators, arguments, load_one
-):
-    with pytest.raises(shmload.ArgumentError, match=r"device_map|max_memory|max_host_memory"):
-        load_one("nobody/no-such-source", **arguments)
+def test_what_no_source_can_mend_is_said_before_the_source_is_looked_for(accelerators, arguments):
+    said = r"device_map|max_memory|max_host_memory"
+    with pytest.raises(shmload.ArgumentError, match=said):
+        shmload.load_pipeline("nobody/no-such-source", **arguments)
+    with pytest.raises(shmload.ArgumentError, match=said):
+        shmload.load_model("AutoencoderKL", "nobody/no-such-source", **arguments)
 
 
-@pytest.mark.parametrize(
-    ("device_map", "match"),
-    [
-        ({"encoder": 0}, "nothing of decoder"),
-        ({"": 0, "decodr": 1}, "the model has no module 'decodr'.*did you mean 'decoder'"),
-    ],
-)
-def test_model_by_itself_has_paths_of_its_own(saved, accelerators, built, device_map, match):
-    arguments = {"subfolder": "vae", "dtype": torch.bfloat16}
-    with pytest.raises(shmload.ArgumentError, match=match):
-        shmload.load_model("AutoencoderKL", saved("flux"), device_map=device_map, **arguments)
-    assert built == []
-    found = shmload.load_model(
-        "AutoencoderKL", saved("flux"), device_map={"": 0, "decoder": 1}, **arguments
+def test_model_by_itself_has_paths_of_its_own(saved, accelerators, built):
+    load_vae = functools.partial(
+        shmload.load_model, "AutoencoderKL", saved("flux"), subfolder="vae", dtype=torch.bfloat16
     )
+    with pytest.raises(shmload.ArgumentError, match="nothing of decoder"):
+        load_vae(device_map={"encoder": 0})
+    assert built == []
+    found = load_vae(device_map={"": 0, "decoder": 1})
     assert found.hf_device_map["decoder"] == "cuda:1"

@@ -2,11 +2,10 @@
 
 import diffusers
 import pytest
-import torch
+from accelerated import assert_as_on_the_host_but_for_notes
+from adapters import save_lora
 from comparing import assert_equal
 from mappings import copied_nbytes
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from pipelines import build
 
 import shmload
@@ -20,18 +19,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def loras(saved, tmp_path_factory):
+def loras(tmp_path_factory):
     """Two files of LoRAs for the UNet."""
-    files = []
-    for number, target in enumerate(("to_q", "to_v")):
-        pipe = diffusers.StableDiffusionPipeline.from_pretrained(saved("stable-diffusion"))
-        torch.manual_seed(number)
-        pipe.unet.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
-        folder = tmp_path_factory.mktemp("lora")
-        layers = get_peft_model_state_dict(pipe.unet)
-        diffusers.StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
-        files.append(folder / "pytorch_lora_weights.safetensors")
-    return files
+    folder = tmp_path_factory.mktemp("lora")
+    return [
+        save_lora(build("stable-diffusion").unet, folder / f"{target}.safetensors", target, number)
+        for number, target in enumerate(("to_q", "to_v"))
+    ]
 
 
 def mixes():
@@ -83,14 +77,8 @@ def pair(tmp_path_factory):
     second = build("wan", seed=1).transformer
     pipe = diffusers.WanPipeline(**others, transformer_2=second, boundary_ratio=0.5)
     pipe.save_pretrained(folder / "pipeline")
-    files = []
-    for number, model in enumerate((pipe.transformer, second)):
-        torch.manual_seed(number)
-        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
-        layers = get_peft_model_state_dict(model)
-        place = folder / f"lora-{number}"
-        diffusers.WanPipeline.save_lora_weights(place, transformer_lora_layers=layers)
-        files.append(place / "pytorch_lora_weights.safetensors")
+    models = enumerate((pipe.transformer, second))
+    files = [save_lora(model, folder / f"{n}.safetensors", seed=n) for n, model in models]
     return folder / "pipeline", files
 
 
@@ -112,14 +100,8 @@ def test_lora_says_which_of_two_transformers_it_is_for(pair):
         {"path": low, "load_into_transformer_2": False},
         {"path": high, "scale": 0.5, "load_into_transformer_2": True},
     ]
-    plain = diffusers.WanPipeline.from_pretrained(source)
     for pipe in (shmload.mix(source, loras, progress=False) for _ in range(2)):
-        for name in ("transformer", "transformer_2"):
-            got, expected, before = (
-                getattr(each, name).state_dict() for each in (pipe, wanted, plain)
-            )
-            assert all(torch.equal(got[key], each) for key, each in expected.items())
-            assert any(not torch.equal(got[key], each) for key, each in before.items())
+        assert_as_on_the_host_but_for_notes(pipe, wanted)
 
 
 def test_loras_that_do_not_say_it_are_refused(pair):
@@ -134,56 +116,6 @@ def test_changed_file_of_a_lora_makes_another_mix(saved, loras, tmp_path):
         file.write_bytes(each.read_bytes())
         shmload.mix(saved("stable-diffusion"), [file], progress=False)
     assert len(mixes()) == 2
-
-
-# What others have done with the weights -----------------------------------------------------------
-
-MIX = """
-import os, signal, sys, shmload
-from shmload._building import remembered
-if sys.argv[3] == "dies":
-    remembered._keep = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-pipe = shmload.mix(sys.argv[1], [(sys.argv[2], 0.7)], progress=False)
-base = shmload.load_pipeline(sys.argv[1], keep=True, progress=False)
-print("LORA", sum("lora" in key for key, _ in pipe.unet.named_parameters()), flush=True)
-print("BYTES", *(hash_of(each.unet) for each in (pipe, base)), flush=True)
-"""
-HASH = """
-import hashlib, torch
-def hash_of(model):
-    digest = hashlib.blake2b()
-    for each in model.state_dict().values():
-        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-"""
-
-
-def hash_of(model):
-    known = {}
-    exec(HASH, known)
-    return known["hash_of"](model)
-
-
-@pytest.mark.slow
-def test_lora_is_fused_once_whatever_is_warm(saved, loras, child):
-    source, given = saved("stable-diffusion"), [(loras[0], 0.7)]
-    wanted = hash_of(fused(source, loras[:1], scale=0.7).unet)
-    plain = hash_of(diffusers.UNet2DConditionModel.from_pretrained(source / "unet"))
-    own = shmload.load_pipeline(source, keep=True, progress=False)
-    own.load_lora_weights(str(loras[0].parent), weight_name=loras[0].name)
-    own.fuse_lora(lora_scale=0.7)
-    dying = child(HASH + MIX, source, loras[0], "dies")  # when it has fused, and not published
-    assert dying.wait() < 0
-    assert mixes() == []
-    for _ in range(2):
-        other = child(HASH + MIX, source, loras[0], "lives")
-        assert other.expect("LORA") == "0"
-        assert other.expect("BYTES") == f"{wanted} {plain}"
-        assert hash_of(shmload.mix(source, given, progress=False).unet) == wanted
-    assert len(mixes()) == 1
-
-
-# Switching ----------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments(saved, loras, tmp_path):

@@ -108,19 +108,6 @@ def test_changed_pipeline_is_returned_as_it_is(load, change):
         assert got.unet.tail[0] == 99
 
 
-def test_publication_of_a_publication(load):
-    pipe = load()
-    with torch.no_grad():
-        pipe.unet.conv_in.weight.add_(1)
-    first = shmload.publish(pipe, "first")
-    pipe = shmload.load_pipeline(first.source)
-    with torch.no_grad():
-        pipe.unet.conv_out.weight.add_(1)
-    second = shmload.publish(pipe, "second")
-    assert len(second.needs) == len(first.needs) + 1
-    assert_equal(shmload.load_pipeline("shm:second"), pipe)
-
-
 def test_what_is_changed_afterwards_changes_neither(load):
     pipe = load()
     shmload.publish(pipe, "still")

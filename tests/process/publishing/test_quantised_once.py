@@ -9,7 +9,6 @@ import torch
 from comparing import assert_modules_equal
 from diffusers import AutoencoderKL
 from halving import Halves, HalvingConfig, HalvingQuantizer
-from huggingface_hub import constants
 from mappings import copied_nbytes
 
 import shmload
@@ -86,31 +85,9 @@ def load_redirected(source, keep):
         ).vae
 
 
-def load_modular(source, keep):
-    config = {"vae": HalvingConfig()}
-    given = {"quantization_config": config, "dtype": torch.float32, "progress": False}
-    folder = source.with_name(f"{source.name}-modular")
-    diffusers.ModularPipeline.from_pretrained(str(source)).save_config(folder)
-    return shmload.load_pipeline(folder, keep=keep, **given).vae
-
-
-def load_file(source, keep):
-    return shmload.load_model(
-        AutoencoderKL,
-        source / "vae" / "diffusion_pytorch_model.safetensors",
-        config=str(source / "vae"),
-        quantization_config=HalvingConfig(),
-        keep=keep,
-        progress=False,
-    )
-
-
 @pytest.mark.parametrize("keep", [True, "converted"])
-@pytest.mark.parametrize("door", [load_pipeline, load_redirected, load_modular, load_file])
+@pytest.mark.parametrize("door", [load_pipeline, load_redirected])
 def test_any_door_quantises_once(saved, door, keep):
-    fields = diffusers.ComponentSpec.loading_fields()
-    if door is load_modular and "pretrained_model_name_or_path" not in fields:
-        pytest.skip("an older diffusers")
     before = HalvingQuantizer.runs
     first, second = (door(saved("sdxl"), keep) for _ in range(2))
     assert HalvingQuantizer.runs == before + 1
@@ -120,28 +97,6 @@ def test_any_door_quantises_once(saved, door, keep):
 
 
 # What can be in the way ---------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks`")  # diffusers' own
-def test_file_whose_configuration_the_library_finds_is_quantised_by_each(
-    saved, hub_cache, monkeypatch
-):
-    """It may find another one the next time."""
-    source = saved("stable-diffusion")
-    hub_cache.add("stable-diffusion-v1-5/stable-diffusion-v1-5", source)
-    # diffusers does not pass on `cache_dir`.
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub_cache.root))
-    before = HalvingQuantizer.runs
-    for _ in range(2):
-        shmload.load_model(
-            AutoencoderKL,
-            source / "vae" / "diffusion_pytorch_model.safetensors",
-            quantization_config=HalvingConfig(),
-            local_files_only=True,
-            keep=True,
-        )
-    assert HalvingQuantizer.runs == before + 2
-    assert kept() == []
 
 
 def test_next_process_quantises_when_the_first_is_killed(load, saved, child, monkeypatch):

@@ -1,6 +1,7 @@
 """What torchao, quanto and bitsandbytes make is made once, and is the library's own result.
 
-As `test_quantised_files.py`, these need packages that the tests do not install.
+The packages are not among those that the tests install: each slows the import of diffusers. A test
+is skipped where its package is missing. CONTRIBUTING.md says how to run them.
 """
 
 import sys
@@ -122,3 +123,27 @@ def test_model_is_quantised_once(saved, runs, kind, which):
         with torch.no_grad():
             tokens = torch.arange(8)[None]
             assert torch.equal(got(tokens)[0], wanted(tokens)[0])
+
+
+# What diffusers makes with bitsandbytes needs a GPU, and transformers saves nothing of quanto's.
+_SAVED = [
+    *((kind, _FLUX) for kind in ("torchao-int8", "torchao-float8", "quanto-int8", "quanto-float8")),
+    *((kind, _T5) for kind in ("torchao-int8", "bitsandbytes-int8", "bitsandbytes-nested-nf4")),
+]
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(("kind", "which"), _SAVED)
+def test_saved_model_is_that_of_the_library_and_is_shared(saved, tmp_path, kind, which):
+    cls, subfolder = which
+    config = _KINDS[kind](diffusers if which is _FLUX else transformers)
+    source = saved("flux", "bfloat16") / subfolder
+    model = cls.from_pretrained(source, quantization_config=config, dtype=_DTYPE)
+    model.save_pretrained(tmp_path)
+    wanted = cls.from_pretrained(tmp_path, dtype=_DTYPE)
+    for _ in range(2):
+        got = shmload.load_model(cls, tmp_path, keep=True, dtype=_DTYPE)
+        assert_same_parts(parts_of_model(got), parts_of_model(wanted))
+        assert private_share(got) <= 0.02
+    assert {info.conversion for info in shmload.segments() if not info.kept} == {"raw"}
+    assert shmload.plan(tmp_path, dtype=_DTYPE).left_out == ()

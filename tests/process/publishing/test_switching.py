@@ -2,21 +2,16 @@
 
 import asyncio
 import contextlib
-import os
 import threading
 import weakref
 
-import diffusers
 import pytest
 import torch
 from comparing import assert_equal, reference
 from mappings import copied_nbytes
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
-from pipelines import build, save
+from pipelines import save
 
 import shmload
-from shmload._building import remembered
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -31,16 +26,6 @@ def sources(tmp_path_factory):
         name: str(save("stable-diffusion", folder / name, seed=number))
         for number, name in enumerate(NAMES)
     }
-
-
-@pytest.fixture(scope="module")
-def lora(tmp_path_factory):
-    unet = build("stable-diffusion").unet
-    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
-    folder = tmp_path_factory.mktemp("lora")
-    layers = get_peft_model_state_dict(unet)
-    diffusers.StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
-    return folder / "pytorch_lora_weights.safetensors"
 
 
 @pytest.fixture
@@ -117,27 +102,6 @@ def test_larger_than_the_budget_is_refused_and_nothing_else_goes(made, sources, 
     with switcher.use("small"):
         pass
     assert switcher.figures.loads == 2
-
-
-@pytest.mark.slow
-def test_style_is_mixed_when_it_is_first_used_and_attached_later(
-    made, sources, lora, size, monkeypatch
-):
-    monkeypatch.setattr(remembered, "_MUCH_NBYTES", 1)
-    models = {"plain": sources["a"], "ink": {"source": sources["a"], "loras": [(lora, 0.5)]}}
-    wanted = reference(sources["a"])
-    wanted.load_lora_weights(str(lora.parent), weight_name=lora.name)
-    wanted.fuse_lora(lora_scale=0.5)
-    wanted.unload_lora_weights()
-    switcher = made(models, size * 5)
-    for _ in range(2):
-        with switcher.use("ink") as pipe:
-            assert_equal(pipe, wanted)
-            assert copied_nbytes(pipe) == 0
-        with switcher.use("plain") as pipe:
-            assert_equal(pipe, reference(sources["a"]))
-    assert switcher.figures.loads == 2
-    assert size < switcher.figures.held_nbytes < size * 2.5
 
 
 # Several threads ----------------------------------------------------------------------------------
@@ -239,35 +203,6 @@ def test_task_that_is_cancelled_while_it_waits_has_nothing(made, sources):
             pass
 
     asyncio.run(cancel())
-
-
-def test_child_uses_what_its_parent_has_loaded_and_loads(made, sources, room):
-    """As of a server that loads its application before it forks its workers."""
-    switcher = made(sources, room(2))
-    wanted = {name: reference(sources[name]).unet.conv_in.weight for name in "ab"}
-    is_in, may_go = threading.Event(), threading.Event()
-
-    def hold():
-        with switcher.use("a"):
-            is_in.set()
-            assert may_go.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert is_in.wait(60)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            for name in "aba":
-                with switcher.use(name) as pipe:
-                    assert torch.equal(pipe.unet.conv_in.weight, wanted[name])
-            code = 0 if switcher.figures.loads == 2 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    may_go.set()
-    holder.join(60)
 
 
 def test_wait_ends_with_its_time(made, sources, room, configure):

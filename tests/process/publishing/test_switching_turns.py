@@ -107,13 +107,14 @@ def test_first_loads_take_turns(made):
 
 
 def test_child_that_is_forked_in_a_block_begins_without_uses(made):
-    switcher = made(1, a=module, b=module)
+    """As of a server that loads its application before it forks its workers."""
+    switcher = made(2, a=module, b=module)
     with switcher.use("a"):
         pid = os.fork()
         if pid == 0:
             code = 1
             with contextlib.suppress(BaseException):
-                use(switcher, "b", "a")
-                code = 0
+                use(switcher, "a", "b", "a")
+                code = 0 if switcher.figures.loads == 2 else 2
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
