@@ -22,7 +22,7 @@ from stat import S_ISSOCK
 from typing import Any
 
 from shmload._host.collector import freeze
-from shmload._host.files import fingerprint
+from shmload._host.files import Fingerprint, fingerprint
 from shmload._host.procfs import file_system
 from shmload._host.shm import SHM_DIR
 from shmload._templates.hidden import Hidden
@@ -191,22 +191,33 @@ def _descriptors() -> set[int]:
 
 
 class Freshness:
-    """Remembers how the files of all modules were, and what stood on the path."""
+    """Remembers how the files of all modules were, and what stood on the path.
+
+    It is made before the modules are imported: what changes meanwhile counts as changed.
+    """
 
     def __init__(self) -> None:
+        self._since_ns = time.time_ns()
+        self._path = {entry: _names_in(entry) for entry in sys.path}
+        # No directory tells that it is not the one of this name any more: a link on its way was
+        # replaced, a directory above was renamed, or something was mounted.
+        self._places = list(map(_place_of, self._path))
+        self._files: dict[str, Fingerprint | None] = {}
+        self._is_lost = False
         self._libc = ctypes.CDLL(None)
         self._watch = int(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         self._is_watching = self._watch >= 0
 
     def begin(self) -> None:
-        """Remember how all is now."""
+        """Remember how the modules' files are now that more are imported."""
         found = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-        # Some modules, such as torch.ops, name no real file.
-        self._files = {file for file in found if isinstance(file, str) and os.path.isabs(file)}
+        # Some modules, such as torch.ops, name no real file; those of an archive name none.
+        files = {file for file in found if isinstance(file, str) and os.path.isabs(file)}
+        files.update(filter(os.path.isfile, self._path))
         self._tops = {name.partition(".")[0] for name in sys.modules} | _AT_START
-        folders = {*map(os.path.dirname, self._files), *filter(os.path.isdir, sys.path)}
+        folders = filter(os.path.isdir, {*map(os.path.dirname, files), *self._path})
         # A watched directory does not tell of what happens to its files under their other names.
-        places = folders | set(filter(os.path.exists, self._files))
+        places = {*folders, *filter(os.path.exists, files)}
         # The watch begins first: no change is missed between the two.
         devices = {os.stat(place).st_dev for place in places}
         self._is_watching = (
@@ -217,14 +228,17 @@ class Freshness:
                 for each in places  # as many as the user may have
             )
         )
-        self._missing = [entry for entry in sys.path if not os.path.exists(entry)]
-        self._before = self._look()
+        new = {file: fingerprint(file) for file in files - self._files.keys()}
+        self._files.update(new)
+        # A time to come was set by a clock that was wrong then.
+        span = range(self._since_ns + 1, time.time_ns() + 1)
+        self._is_lost |= any(each.ctime_ns in span for each in new.values() if each) or self._look()
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since, or others are found on the path."""
         has_told = not self._is_watching or self._has_told()
-        is_new = any(map(os.path.isdir, self._missing))
-        return (has_told or is_new) and self._look() != self._before
+        is_other = list(map(_place_of, self._path)) != self._places
+        return self._is_lost or ((has_told or is_other) and self._look())
 
     def _has_told(self) -> bool:
         has_told = False
@@ -233,20 +247,31 @@ class Freshness:
                 has_told = True
         return has_told
 
-    def _look(self) -> tuple[object, ...]:
-        names: list[set[str]] = []
-        for entry in sys.path:
-            listed: set[str] = set()
-            with contextlib.suppress(OSError):
-                listed = {each.partition(".")[0] for each in os.listdir(entry)}
-            names.append(listed if entry.endswith(_INSTALLED) else listed & self._tops)
-        return {file: _stamp_of(file) for file in self._files}, names
+    def _look(self) -> bool:
+        """Look at all: tell whether a file or what stands on the path has changed."""
+        for entry, before in self._path.items():
+            changed = before ^ _names_in(entry)
+            if changed if entry.endswith(_INSTALLED) else changed & self._tops:
+                return True
+        return any(_stamp_of(fingerprint(f)) != _stamp_of(old) for f, old in self._files.items())
 
 
-def _stamp_of(file: str) -> tuple[int, int, int] | None:
-    """Return size, inode and time of a file: a further hard link, as uv makes, is no change."""
-    found = fingerprint(file)
-    return found and (found.nbytes, found.inode, found.mtime_ns)
+def _names_in(entry: str) -> set[str]:
+    """Return the first parts of the names in a directory; none if there is no directory."""
+    with contextlib.suppress(OSError):
+        return {each.partition(".")[0] for each in os.listdir(entry)} - {"__pycache__"}
+    return set()
+
+
+def _place_of(entry: str) -> tuple[int, int] | None:
+    """Return device and inode of what an entry of the path leads to."""
+    found = fingerprint(entry)
+    return found and found.place
+
+
+def _stamp_of(found: Fingerprint | None) -> tuple[int, ...] | None:
+    """Return size, place and time of a file: a further hard link, as uv makes, is no change."""
+    return found and found[:4]
 
 
 def _is_local(device: int) -> bool:
