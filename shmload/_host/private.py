@@ -40,6 +40,8 @@ def private_path(path: str) -> str:
         PermissionError: other users may write there, or exchange it.
         OSError: it cannot be made, or is no directory.
     """
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    # Only now: another user could have put a link where none was.
     if why := _why_exchangeable(path):
         raise PermissionError(why)
     os.close(open_private(path, make=True))
@@ -111,10 +113,7 @@ def _why_exchangeable(path: str) -> str:
     trusted = {0, os.geteuid(), os.stat("/").st_uid}
     while path != "/":
         path = os.path.dirname(path)
-        try:
-            found = os.lstat(path)
-        except FileNotFoundError:  # it is to be made
-            continue
+        found = os.lstat(path)
         if not S_ISDIR(found.st_mode):
             return f"{path} is not a directory"
         if found.st_uid not in trusted:

@@ -67,6 +67,23 @@ def test_planted_link_is_not_followed(runtime, tmp_path):
         open_private(f"{runtime}/shmload", make=True)
 
 
+@needs_another_user
+def test_link_that_appears_in_tmp_meanwhile_is_not_followed(tmp_path, monkeypatch, elsewhere):
+    os.chmod(os.path.dirname(elsewhere), 0o1777)
+    makedirs = os.makedirs
+
+    def plant(path, *args, **kwargs):
+        if not os.path.lexists(elsewhere):
+            os.symlink(tmp_path, elsewhere)
+            os.lchown(elsewhere, _OTHER, _OTHER)
+        makedirs(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "makedirs", plant)
+    with pytest.raises(PermissionError, match="is not a directory"):
+        private_path(f"{elsewhere}/templates")
+    assert not (tmp_path / "templates").exists()
+
+
 def test_exchanging_an_open_directory_changes_nothing(runtime):
     path = runtime / "shmload"
     fd = open_private(str(path), make=True)
