@@ -5,6 +5,7 @@ cannot have as Python would, it refuses.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import logging
@@ -29,6 +30,9 @@ from shmload._templates.messages import Call, Program, call_of
 
 # How long to wait for the caller, which answers at once.
 _TIMEOUT_S = 5.0
+# keyctl(2) by syscall(2)
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
 Birth = tuple[Callable[[], Any], Callable[[], None]]
 _RUN_MODULE: Any = vars(runpy)["_run_module_as_main"]
 
@@ -83,6 +87,7 @@ def _prepare(call: Call, hidden: Hidden, coerced: dict[str, str]) -> Callable[[]
     os.environ.update(call.environment | coerced)
     os.umask(call.umask)
     os.setpgid(0, call.group)
+    leave_keyring()
     _take_dispositions(_signals_in(call.ignored))
     _renew_streams()
     _renew_seeds(hidden.modules)
@@ -110,6 +115,12 @@ def _start_over_of(call: Call, traces: ending.Traces) -> Callable[[str, list[lis
 
 
 # What a new process would have anew -------------------------------------------------------------
+
+
+def leave_keyring() -> None:
+    """Have a new session keyring, so that no process shares the keys of another's session."""
+    if keyctl := _KEYCTL.get(os.uname().machine):
+        ctypes.CDLL(None).syscall(keyctl, _JOIN_SESSION_KEYRING, None)
 
 
 def _renew_seeds(modules: Mapping[str, ModuleType]) -> None:

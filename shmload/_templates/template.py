@@ -27,7 +27,8 @@ from typing import NamedTuple
 from shmload._templates import ending, identity, messages, place
 from shmload._templates.hidden import Hidden
 from shmload._templates.imports import LOOK_S, Imports, Unfit, wanted_modules
-from shmload._templates.program import Birth, become
+from shmload._templates.program import Birth, become, leave_keyring
+from shmload._templates.stand_in import FORWARDED
 from shmload._templates.variables import first_environment
 
 _IDLE_S = 1800.0
@@ -41,9 +42,6 @@ _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal
             signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
 # Linux 6.5; not in the module socket.
 _SO_PEERPIDFD = 77
-# keyctl(2) by syscall(2): join a new session keyring, so that programs share no caller's keys.
-_KEYCTL = {"x86_64": 250, "aarch64": 219}
-_JOIN_SESSION_KEYRING = 1
 
 
 def serve(known: Collection[str]) -> Birth:
@@ -93,8 +91,7 @@ def _leave_caller() -> None:
     for fd in (1, 2):
         os.dup2(said, fd)
     os.close(said)
-    if keyctl := _KEYCTL.get(os.uname().machine):
-        ctypes.CDLL(None).syscall(keyctl, _JOIN_SESSION_KEYRING, None)
+    leave_keyring()
 
 
 class _Caller(NamedTuple):

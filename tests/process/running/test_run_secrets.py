@@ -1,6 +1,7 @@
 """What a template knows of its callers: nothing but what all of them have in common."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def test_no_secret_of_a_caller_is_in_the_template(template):
     memory = memory_of(template)
     assert b"PATH=" in memory
     assert not re.search(_SECRET.encode(), memory)
+
+
+# KEYCTL_SEARCH and add_key, in the session keyring.
+_KEYS = """
+import ctypes
+call = ctypes.CDLL(None).syscall
+print(call(250, 10, -3, b"user", b"of a caller", 0))
+call(248, b"user", b"of a caller", b"secret", 6, -3)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other numbers of system calls")
+@pytest.mark.usefixtures("template")
+def test_no_key_of_another_caller_is_in_the_keyring_of_a_program(running):
+    found = [running.shmload("run", "-v", "-c", _KEYS) for _ in range(2)]
+    assert [(ended.stdout, ended.stderr) for ended in found] == [("-1\n", "")] * 2
 
 
 @pytest.mark.usefixtures("template")
