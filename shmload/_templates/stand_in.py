@@ -22,11 +22,10 @@ __all__ = ["FORWARDED", "StandIn", "signal"]
 
 FORWARDED = sorted(
     signal.valid_signals()
-    - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ,
-       signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS,
-       signal.SIGTRAP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH}
+    - {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE,
+       signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 )  # fmt: skip
-"""All signals but those for faults, and those that a terminal sends to a group."""
+"""All signals but those for faults, and those that no process can handle."""
 
 # A template says at once how a program has ended, or is stopped, or gone.
 _TIMEOUT_S = 1.0
@@ -56,12 +55,7 @@ class StandIn:
         self._give_up_streams()
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         for number in FORWARDED:
-            try:
-                signal.signal(number, lambda *_: None)
-            except (OSError, ValueError):  # signals that the C library keeps
-                continue
-        signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         poll = select.poll()
         channel = self._channel.fileno()

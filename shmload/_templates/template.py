@@ -38,8 +38,8 @@ _LONELY_S = 10.0
 _PAUSE_S = 0.2
 # Another process may hold the lock for a moment, to see whether it is held.
 _LOCK_TRIES = 10
-_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN,
-            signal.SIGTTOU, signal.SIGPIPE, signal.SIGXFSZ)  # fmt: skip
+# What its terminal sends, and what a program sends to its parent.
+_IGNORED = {*FORWARDED} - {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
 # Linux 6.5; not in the module socket.
 _SO_PEERPIDFD = 77
 

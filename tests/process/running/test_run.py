@@ -228,17 +228,46 @@ def test_stopped_template_is_listed_and_named(running, template):
     running.wait_for_templates(lambda found: not found)
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGABRT", "SIGTTIN", "SIGWINCH", "SIGCHLD"])
 @pytest.mark.usefixtures("template")
-def test_signal_reaches_the_program_once(start):
+def test_signal_reaches_the_program_once(start, name):
+    """Servers count their workers by SIGTTIN and SIGWINCH, units tell of a hang by SIGABRT."""
     caller = start(
-        "import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'got\\n')); "
+        f"import os, signal; signal.signal(signal.{name}, lambda *_: os.write(1, b'got\\n')); "
         "print('up', flush=True); print(input())"
     )
-    caller.send_signal(signal.SIGUSR1)
+    caller.send_signal(signal.Signals[name])
     assert caller.stdout.readline() == "got\n", (caller.wait(), caller.stderr.read())
     out, _ = caller.communicate("end\n", timeout=_DEADLINE_S)
     assert out == "end\n"
     assert caller.returncode == 0
+
+
+@pytest.mark.usefixtures("template")
+def test_program_that_signals_its_parent_harms_no_other(running, start):
+    caller = start()
+    run(running, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGUSR1)")
+    caller.communicate("end\n", timeout=_DEADLINE_S)
+    assert caller.returncode == 0
+
+
+_ODD_VARIABLES = """
+import ctypes, os, sys
+def array(words):
+    return (ctypes.c_char_p * (len(words) + 1))(*map(os.fsencode, words), None)
+given = [f"{name}={value}" for name, value in os.environ.items()]
+given += ["=odd", "word", "TWICE=1", "TWICE=2"]
+command = [sys.executable, *sys.argv[1:]]
+ctypes.CDLL(None).execve(os.fsencode(sys.executable), array(command), array(given))
+"""
+
+
+@pytest.mark.parametrize("option", ["-c", "-Bc"])
+@pytest.mark.usefixtures("template")
+def test_variables_that_no_shell_passes_are_taken_as_by_python(running, option):
+    program = [option, "import os; print(os.environ['TWICE'], 'word' in os.environ)"]
+    command = [sys.executable, "-c", _ODD_VARIABLES, "-m", "shmload", "run", *program]
+    assert running.run(command, check=True).stdout == "1 False\n"
 
 
 @pytest.mark.usefixtures("template")
