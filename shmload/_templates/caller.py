@@ -71,6 +71,8 @@ def start_for_the_next(environment: "Mapping[str, str]", settings: list[list[str
             return "the template is not ready yet"
         if os.getpid() == 1:  # it would become the child of the program
             return "there is no template, and process 1 starts none"
+        if place.is_full():
+            return "there are very many templates (`shmload template stop` ends them)"
         start_template(given)
     except OSError as exc:
         return f"a template cannot be started: {exc}"

@@ -13,6 +13,7 @@ from shmload._host.private import private_path, runtime_folder
 
 _MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0
+_MAX_TEMPLATES = 16
 
 
 def folder() -> str:
@@ -72,6 +73,16 @@ def is_taken(key: str) -> bool:
     if fd is not None:
         os.close(fd)
     return fd is None
+
+
+def is_full() -> bool:
+    """Tell whether this user has as many templates as one may have.
+
+    Raises:
+        OSError: see `folder`.
+    """
+    files = [entry.name.partition(".") for entry in os.scandir(folder()) if entry.is_file()]
+    return sum(is_taken(key) for key, _, kind in files if kind == "lock") >= _MAX_TEMPLATES
 
 
 def read_failure(key: str) -> str:

@@ -28,6 +28,9 @@ WAYS = {
     "the template does not answer": "kill -STOP $PID; $RUN -c 'print(1)'; kill -CONT $PID",
     "the template is not ready yet": "SHMLOAD_RUN_IMPORTS=cold $RUN -c 'print(1)'",
     "lets other users rename": "XDG_RUNTIME_DIR=$PWD/open $RUN -c 'print(1)'",
+    "there are very many templates": "for n in {1..16}; do exec {fd}> "
+        "$XDG_RUNTIME_DIR/shmload/templates/$n.lock; flock $fd; done; export LANG=other; "
+        "$RUN -c 'print(1)'",
     "there can be no template": "SHMLOAD_RUN_IMPORTS=odd $RUN -c 'print(1)'",
 }  # fmt: skip
 
