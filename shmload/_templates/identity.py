@@ -40,6 +40,7 @@ def key_of(environment: dict[str, str]) -> str:
         (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, is_unbuffered),
         sorted(read_on_import(environment).items()),
         (sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.nice(0)),
+        os.sched_getparam(0).sched_priority,
         list(map(resource.getrlimit, _LIMITS)),
         [said_of("self", what) for what in ("cgroup", "oom_score_adj")],
         rights_of(),

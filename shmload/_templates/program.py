@@ -37,16 +37,13 @@ Birth = tuple[Callable[[], Any], Callable[[], None]]
 _RUN_MODULE: Any = vars(runpy)["_run_module_as_main"]
 
 
-def become(
-    channel: socket.socket, hidden: Hidden, keep: set[int], coerced: dict[str, str]
-) -> Birth:
+def become(channel: socket.socket, hidden: Hidden, keep: set[int]) -> Birth:
     """Become the program that a caller sends, in a copy of the template.
 
     Args:
         channel: to the caller.
         hidden: the template's modules.
         keep: descriptors that libraries have opened.
-        coerced: variables that Python itself has set when it started.
 
     Returns:
         What runs the program, and what sees to its end.
@@ -61,7 +58,7 @@ def become(
         group = os.getpgrp()
         os.fchdir(directory)
         channel = _take_descriptors(call.fds, fds, channel, keep)
-        run = _prepare(call, hidden, coerced)
+        run = _prepare(call, hidden)
         messages.send(channel, b"ready %d %d" % (os.getpid(), group))
         answer = messages.receive(channel)
     except Exception as exc:  # whatever it is, the caller can run the program itself
@@ -81,8 +78,11 @@ def become(
     return run, traces.leave
 
 
-def _prepare(call: Call, hidden: Hidden, coerced: dict[str, str]) -> Callable[[], Any]:
+def _prepare(call: Call, hidden: Hidden) -> Callable[[], Any]:
     """Take over what the caller has; return what runs its program."""
+    # Python sets some by itself when it starts: LC_CTYPE in the locale C.
+    given = variables.first_environment()
+    coerced = {n: value for n, value in os.environ.items() if given.get(n) != value}
     os.environ.clear()
     os.environ.update(call.environment | coerced)
     os.umask(call.umask)

@@ -78,7 +78,7 @@ def serve(known: Collection[str]) -> Birth:
 
 
 def _leave_caller() -> None:
-    """Give up the caller's group, directory, umask and keys; ignore what its terminal sends."""
+    """Give up the caller's group, directory, umask and keys; ignore signals."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if identity.session_and_terminal()[1]:
@@ -127,9 +127,6 @@ class Template:
     def __init__(self, key: str, lock: int, known: Collection[str]) -> None:
         self._lock = lock
         self._path = place.socket_of(key)
-        # Python sets some by itself when it starts: LC_CTYPE in the locale C.
-        given = first_environment()
-        self._coerced = {n: value for n, value in os.environ.items() if n not in given}
         self._rights = identity.rights_of()
         self._hidden = Hidden(known)
         self._imports = Imports(self._hidden)
@@ -210,7 +207,7 @@ class Template:
         if pid == 0:
             # Never freed: that would mean to copy the pages of all that it remembers.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-            return become(channel, self._hidden, self._imports.descriptors, self._coerced)
+            return become(channel, self._hidden, self._imports.descriptors)
         self._callers[pid] = caller
         return None
 

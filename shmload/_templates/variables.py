@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 # watched while they read; what Python code reads is, in a test.
 _FAMILIES = (
     "ACCELERATE_", "AOTINDUCTOR_", "AOT_", "BLIS_", "COMPILE_STROBELIGHT_", "COVERAGE_",
-    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "FORCE_", "GOMP_", "GOTO_",
+    "CUBLAS_", "CUDA_", "CUTEDSL_", "CUTLASS_", "DIFFUSERS_", "FORCE_", "GLIBC_", "GOMP_", "GOTO_",
     "HF_", "HOME", "HUGGINGFACE_", "INDUCTOR_", "KINETO_", "KMP_", "LANG", "LC_", "LD_",
     "MALLOC_", "MKL_", "MPMATH_", "NCCL_", "NO_COLOR", "NPU_", "NPY_", "NUMEXPR_", "NUMPY_",
     "NVIDIA_", "OAUTH_", "OMP_", "OPENBLAS_", "OPENID_", "OPENSSL_", "PARTITIONER_", "PILLOW_",
     "PT2_", "PYTHON", "PYTORCH_", "RAYON_", "SAFETENSORS_", "SHMLOAD_", "SSL_", "SYMPY_",
-    "TMPDIR", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TZ", "UNSAFE_", "USE_", "VECLIB_",
-    "VIRTUAL_ENV", "XDG_", "XLA_",
+    "TCMALLOC_", "TMPDIR", "TOKENIZERS_", "TORCH", "TQDM_", "TRANSFORMERS_", "TZ", "UNSAFE_", "USE_",
+    "VECLIB_", "VIRTUAL_ENV", "XDG_", "XLA_",
 )  # fmt: skip
 _NAMES = frozenset({
     "DISABLE_TELEMETRY", "DO_NOT_TRACK", "EAGER_IMPORT", "ENABLE_PERSISTENT_TMA_MATMUL",
@@ -47,9 +47,17 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 def first_environment() -> dict[str, str]:
     """Return the variables with which this process was started; Python itself changes some."""
-    with open("/proc/self/environ", "rb", buffering=0) as file:
-        pairs = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry]
-    return {name: value for name, _, value in pairs}
+    found: dict[str, str] = {}
+    try:
+        with open("/proc/self/environ", "rb", buffering=0) as file:
+            entries = file.read().split(b"\0")
+    except OSError:  # there is no /proc
+        return dict(os.environ)
+    for entry in entries:
+        name, is_one, value = os.fsdecode(entry).partition("=")
+        if name and is_one:
+            found.setdefault(name, value)  # of two with a name Python takes the first
+    return found
 
 
 def with_redirect(environment: "Mapping[str, str]", way: str) -> dict[str, str]:

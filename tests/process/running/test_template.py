@@ -153,6 +153,21 @@ def test_process_that_is_not_confined_is_served(running, template):
     assert ended.stdout == "hello\n", ended.stderr
 
 
+@_needs_root
+def test_another_priority_has_a_template_of_its_own(running):
+    code = "from shmload._templates import identity; print(identity.key_of({}))"
+    asked = [["chrt", "-f", priority, sys.executable, "-c", code] for priority in ("10", "20")]
+    one, other = (running.run(each, check=True).stdout for each in asked)
+    assert one != other
+
+
+@_needs_root
+def test_program_runs_without_proc(running):
+    hide = 'mount -t tmpfs none /proc && exec "$0" -m shmload run -c "print(1)"'
+    ended = running.run(["unshare", "-m", "sh", "-c", hide, sys.executable], check=True)
+    assert ended.stdout == "1\n"
+
+
 # What it costs -----------------------------------------------------------------------------------
 
 
