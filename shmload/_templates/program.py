@@ -156,9 +156,8 @@ def _renew_streams() -> None:
 
     They keep their objects, which libraries may hold from their imports on.
     """
-    for fd, name in enumerate(("stdin", "stdout")):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         _open_again(fd, name, getattr(sys, name))
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _open_again(fd: int, name: str, stream: Any) -> None:
@@ -166,7 +165,7 @@ def _open_again(fd: int, name: str, stream: Any) -> None:
 
     Args:
         fd: its descriptor.
-        name: stdin or stdout.
+        name: stdin, stdout or stderr.
         stream: the template's, whose encoding is that of the locale, which both share.
     """
     mode = "r" if name == "stdin" else "w"
@@ -179,7 +178,7 @@ def _open_again(fd: int, name: str, stream: Any) -> None:
         encoding=stream.encoding,
         errors=stream.errors,
         newline="\n",
-        line_buffering=os.isatty(fd) and not is_unbuffered,
+        line_buffering=(fd == 2 or os.isatty(fd)) and not is_unbuffered,
         write_through=is_unbuffered,
     )
     stream.mode = mode
@@ -261,7 +260,7 @@ def _runner_of(program: Program, hidden: Hidden) -> functools.partial[Any]:
             sys.argv[:], orig = ["-m", *arguments], ["-m", value]
         case "code":
             main["__loader__"] = sys.modules["_frozen_importlib"].BuiltinImporter
-            run = _runner(value.encode("utf-8", "surrogateescape") + b"\n", "<string>", main)
+            run = _runner(value + "\n", "<string>", main)
             first = ""
             sys.argv[:], orig = ["-c", *arguments], ["-c", value]
         case _:
@@ -296,7 +295,7 @@ def _script(path: str, main: dict[str, Any]) -> functools.partial[Any]:
     return _runner(raw, absolute, main)
 
 
-def _runner(source: bytes, name: str, main: dict[str, Any]) -> functools.partial[Any]:
+def _runner(source: str | bytes, name: str, main: dict[str, Any]) -> functools.partial[Any]:
     """Return what runs a program: a function of C, so that no frame of ours is below it."""
     arguments = (source, name, "exec", 0, True)
     try:

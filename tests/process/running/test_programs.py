@@ -28,6 +28,7 @@ PROGRAMS = {
     "loader": "print(type(__loader__), __loader__.path, __file__)",
     "builtins": "print(__builtins__, type(__builtins__))",
     "main": "import sys; print(sys.modules['__main__'].__dict__ is globals())",
+    "c:coding": "# coding: latin-1\nprint('\u00e9')",
     "annotations": "x: int = 1\nprint(__annotations__)",
     "path": "import sys; print(sys.path)",
     "c:path": "import sys; print(sys.path)",
@@ -59,7 +60,7 @@ PROGRAMS = {
     "first variables": "import os; n = open('/proc/self/environ').read().split(chr(0)); "
     "print(len(n), sorted(n)[:3], os.popen('ps -o args= -p %d' % os.getpid()).read())",
     "same streams": "import sys; print(sys.stdout is sys.__stdout__, sys.stdin is sys.__stdin__)",
-    "seekable": "import sys; print(sys.stdin.seekable(), sys.stdout.seekable())",
+    "seekable": "import sys; print([s.seekable() for s in (sys.stdin, sys.stdout, sys.stderr)])",
     "descriptors": "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd') "
     "if int(n) < 60))",
     "next descriptor": "print(open('/dev/null').fileno())",
