@@ -1,28 +1,32 @@
 """What a library says of a file, asked for in a process of its own and remembered.
 
-The library's import takes up to a second. So what it says is kept: in this process, and on disk for
-the next one. Several files are asked for in one process.
+    python -P -m shmload._checkpoints.formats.described CHANNEL PARENT
+
+The library's import takes up to a second. So what it says is kept: in the process that loads, and
+on disk for the next one. Several files are asked for in one process. It gets a descriptor with each
+question, and answers where the file's tensors lie; no tensor's bytes are read.
 
 Guarantee: an answer is for the file as it was when it was asked about, and describes tensors inside
-it. A library that does not answer in time is ended.
+it. A library that does not answer in time is ended. A file that makes a library hang, crash or use
+up memory does so in that process alone, which ends when its parent ends or asks no more.
 """
 
 import contextlib
+import importlib
 import os
+import resource
+import socket
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
 
-from shmload._checkpoints.formats.describer import (
-    Answer,
-    Describe,
-    Described,
-    Refused,
-    decode_answer,
-)
-from shmload._checkpoints.header import Header, wrong_in
+import msgspec
+
+from shmload._checkpoints.header import Header, TensorSpec, wrong_in
 from shmload._host import procs
 from shmload._host.files import Fingerprint
-from shmload._host.frames import Inbox, send
+from shmload._host.frames import Inbox, MessageReader, send, serve_parent
 from shmload._host.memo import Memo
 from shmload._settings import settings
 from shmload._wording import format_nbytes
@@ -30,13 +34,51 @@ from shmload.errors import LibraryError, ProtocolError
 
 # To be increased when files are described in another way.
 _VERSION = 2
-_MODULE = "shmload._checkpoints.formats.describer"
+_MODULE = "shmload._checkpoints.formats.described"
 # Files that this process keeps answers for.
 _MOST_KEPT = 256
 # The most that the segment may be larger than the file, in which tensors may share bytes: T5-small
 # has four names for one embedding, so its segment is 1.8 times as large. Small ones are allowed.
 _MOST_TIMES = 4
 _ALWAYS_NBYTES = 64 << 20
+
+# Without the file, which is mapped at most. The imports of torch take a tenth of it.
+_MOST_NBYTES = 16 << 30
+_LIBRARIES = {"pytorch": "torch", "gguf": "gguf"}
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Describe the file whose descriptor comes with this message."""
+
+    module: Literal["pytorch", "gguf"]
+    """The format's module."""
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """The tensors of a file; their offsets count from its front."""
+
+    tensors: tuple[TensorSpec, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The library refuses the file, or has not said where its tensors lie."""
+
+    why: str
+    is_lasting: bool = True
+    """Whether it will say so each time; torch raises a `RuntimeError` also for a lack of memory."""
+
+
+Answer = Described | Refused
+
+_decode = MessageReader[Describe](Describe, "the process that loads")
+_decode_answer = MessageReader[Answer](Answer, "the process that describes files")
+
+
+class Unread(Exception):
+    """A file has something that the library reads and shmload does not."""
+
+
+# In the process that loads ------------------------------------------------------------------------
 
 _Facts = tuple[int, str, str, Fingerprint]
 _kept: dict[_Facts, Answer] = {}
@@ -137,7 +179,7 @@ def _ask(process: procs.Child, module: str, fd: int) -> Answer:
     while (frame := inbox.next_frame()) is None:
         if not inbox.receive():
             raise EOFError
-    return decode_answer(frame)
+    return _decode_answer(frame)
 
 
 def _why_no_answer(process: procs.Child | None, exc: Exception) -> str:
@@ -149,3 +191,40 @@ def _why_no_answer(process: procs.Child | None, exc: Exception) -> str:
         return f"its library has said nothing for {settings().stall_timeout_s:g} s"
     last = process.output().rpartition("\n")[2]
     return f"the process that reads it ended by {process.close()}" + (f": {last}" if last else "")
+
+
+# In the process that describes --------------------------------------------------------------------
+
+
+def serve(channel: socket.socket, parent_fd: int) -> None:
+    """Answer one question after the other."""
+    procs.die_with_parent()
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_NBYTES, resource.RLIM_INFINITY))
+    inbox = Inbox(channel)
+    while inbox.receive():
+        while (frame := inbox.next_frame()) is not None:
+            asked = _decode(frame)
+            fd = inbox.fds.pop(0)
+            # This opens it anew: the other process's position in the file stays.
+            send(channel, _answer(asked.module, f"/proc/self/fd/{fd}"))
+            os.close(fd)
+
+
+def _answer(module: str, path: str) -> Answer:
+    # Not at the top: each names what it asks this process for.
+    from shmload._checkpoints.formats import gguf, pytorch
+
+    format_module = {"gguf": gguf, "pytorch": pytorch}[module]
+    importlib.import_module(_LIBRARIES[module])  # an error here says nothing of the file
+    try:
+        return Described(tuple(format_module.describe(path)))
+    except (MemoryError, OSError):  # says nothing of the file: this process ends
+        raise
+    except Exception as exc:  # whatever a library raises for a damaged file
+        why = next(iter(str(exc).splitlines()), type(exc).__name__)
+        return Refused(why, is_lasting=not isinstance(exc, RuntimeError))
+
+
+if __name__ == "__main__":
+    serve_parent(serve)

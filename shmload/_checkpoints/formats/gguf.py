@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmload._checkpoints.dtypes import BLOCKS
-from shmload._checkpoints.formats.described import NotDescribed, read_described
-from shmload._checkpoints.formats.describer import Unread
+from shmload._checkpoints.formats.described import NotDescribed, Unread, read_described
 from shmload._checkpoints.header import Blocks, Format, Header, TensorSpec, reading
 from shmload.errors import ShardMalformed, needing
 
@@ -102,7 +101,7 @@ GGUF = Format(
 
 
 def describe(path: str) -> Iterator[TensorSpec]:
-    """Yield the tensors of a file; `shmload._checkpoints.formats.describer` calls this.
+    """Yield the tensors of a file; `shmload._checkpoints.formats.described` calls this.
 
     Raises:
         Unread: its numbers are big-endian.

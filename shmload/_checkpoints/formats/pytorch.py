@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
-from shmload._checkpoints.formats.describer import Unread
+from shmload._checkpoints.formats.described import (
+    NotDescribed,
+    Unread,
+    describe_all,
+    read_described,
+)
 from shmload._checkpoints.header import (
     Format,
     Header,
@@ -137,7 +141,7 @@ _IP_ADAPTER = {"image_proj", "ip_adapter"}
 
 
 def describe(path: str) -> Iterator[TensorSpec]:
-    """Yield the tensors of a file; `shmload._checkpoints.formats.describer` calls this.
+    """Yield the tensors of a file; `shmload._checkpoints.formats.described` calls this.
 
     Raises:
         Unread: it is left to the libraries.

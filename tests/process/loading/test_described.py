@@ -8,9 +8,13 @@ import pytest
 import torch
 from gguf_files import content, entry, front, padded, pair
 
-from shmload._checkpoints.formats import described, describer, gguf
-from shmload._checkpoints.formats.described import NotDescribed, describe_all, read_described
-from shmload._checkpoints.formats.describer import Described
+from shmload._checkpoints.formats import described, gguf
+from shmload._checkpoints.formats.described import (
+    Described,
+    NotDescribed,
+    describe_all,
+    read_described,
+)
 from shmload._host import procs
 from shmload._host.descriptors import Descriptor
 
@@ -118,7 +122,7 @@ def test_refusal_for_a_lack_of_memory_is_not_remembered(opened, monkeypatch, con
     configure(cache_dir=tmp_path)
     fd = opened(content(_TENSORS))
     # In this process, so that the library can be made to fail.
-    answer = lambda process, module, fd: describer._answer(module, f"/proc/self/fd/{fd}")  # noqa: E731
+    answer = lambda process, module, fd: described._answer(module, f"/proc/self/fd/{fd}")  # noqa: E731
     monkeypatch.setattr(described, "_ask", answer)
 
     def lacks_memory(path):

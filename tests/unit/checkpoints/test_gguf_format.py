@@ -8,7 +8,7 @@ import pytest
 from gguf_files import KINDS, content, front, random_blocks
 
 from shmload._checkpoints.dtypes import BLOCKS
-from shmload._checkpoints.formats.describer import Unread
+from shmload._checkpoints.formats.described import Unread
 from shmload._checkpoints.formats.gguf import describe
 from shmload._checkpoints.header import TensorSpec, wrong_in
 

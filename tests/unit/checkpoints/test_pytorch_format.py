@@ -7,7 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from shmload._checkpoints.formats.describer import Unread
+from shmload._checkpoints.formats.described import Unread
 from shmload._checkpoints.formats.pytorch import describe
 
 
