@@ -15,7 +15,7 @@ from shmload._building.makers import PipelineMaker
 from shmload._checkpoints.formats.known import format_named
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.modular import find_whole_source
-from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.rule import settle_dtype
 from shmload._checkpoints.source import Source, files_of
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.changes import add_lock, limit_inherited_threads

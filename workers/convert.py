@@ -97,9 +97,9 @@ def make_converter(source: str, target: str, max_count: int) -> Converter:
     if {source, target} <= NUMPY_DTYPES.keys():
         kernel = choose_kernel(source, target, min(max_count, _TILE_COUNT))
 
-    def convert(given: memoryview, wanted: memoryview, count: int) -> None:
+    def convert(given: memoryview, made: memoryview, count: int) -> None:
         read = np.frombuffer(given, np.uint8, count * source_nbytes)
-        written = np.frombuffer(wanted, np.uint8, count * target_nbytes)
+        written = np.frombuffer(made, np.uint8, count * target_nbytes)
         # Overflow and NaN are results here, not mistakes to warn of.
         with np.errstate(all="ignore"):
             for start in range(0, count, _TILE_COUNT):
@@ -123,7 +123,7 @@ def _dequantiser(kind: str, target: str) -> Converter:
     round_floats = make_converter("F32", target, _BLOCKS_COUNT)
     np.empty(_HEAP_NBYTES, np.uint8)
 
-    def convert(given: memoryview, wanted: memoryview, count: int) -> None:
+    def convert(given: memoryview, made: memoryview, count: int) -> None:
         # Overflow and NaN are results here, not mistakes to warn of.
         with np.errstate(all="ignore"):
             for first in range(0, count, most):
@@ -131,7 +131,7 @@ def _dequantiser(kind: str, target: str) -> Converter:
                 blocks = np.frombuffer(given, np.uint8, tile * nbytes, first * nbytes)
                 # One row: the package divides several among calls of its own.
                 floats = dequantise(blocks.reshape(1, -1)).reshape(-1).view(np.uint8).data
-                round_floats(floats, wanted[first * target_nbytes :], tile * elements)
+                round_floats(floats, made[first * target_nbytes :], tile * elements)
 
     return convert
 

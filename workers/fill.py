@@ -46,7 +46,7 @@ class Filler:
 
     def fill(
         self,
-        source: Readable,
+        shard: Readable,
         target: int,
         runs: Iterable[Run],
         report: Report,
@@ -54,7 +54,7 @@ class Filler:
         """Fill one piece.
 
         Args:
-            source: the shard, from `examine`.
+            shard: from `examine`.
             target: descriptor of the part.
             runs: by target offset, without gaps.
             report: called now and then; its numbers add up to the bytes that the runs read.
@@ -69,7 +69,7 @@ class Filler:
         pending = 0
         report_at = 0.0  # at once after the first run: the piece has begun
         cut = list(_cut(runs))
-        views = self._reader.read(source, cut, lambda: report(0))
+        views = self._reader.read(shard, cut, lambda: report(0))
         with contextlib.closing(views):
             for run, read in zip(cut, views, strict=True):
                 written = self._convert(run, read)

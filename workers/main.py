@@ -71,9 +71,9 @@ class _Worker:
         send(self._channel, self._fill(fill))
 
     def _fill(self, fill: Fill) -> Filled | Failed:
-        source, target = self._shards[fill.shard]
+        shard, part_fd = self._shards[fill.shard]
         try:
-            digest = self._filler.fill(source, target, fill.runs, self._report)
+            digest = self._filler.fill(shard, part_fd, fill.runs, self._report)
         except FillError as exc:
             return Failed(fill.shard, fill.piece, exc.reason, str(exc), exc.offset)
         except Exception as exc:  # outermost loop: the coordinator must learn of any error

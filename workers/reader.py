@@ -142,7 +142,7 @@ class Reader:
 
     def read(
         self,
-        source: Readable,
+        shard: Readable,
         runs: Runs,
         wait_longer: Callable[[], None] = lambda: None,
     ) -> Views:
@@ -151,34 +151,34 @@ class Reader:
         Close the iterator if it is not used up: it waits for the reads that are under way.
 
         Args:
-            source: from `examine`.
+            shard: from `examine`.
             runs: none larger than `READ_NBYTES` there.
             wait_longer: called now and then while a server keeps the worker waiting.
 
         Raises:
             FillError: the shard ends early or was replaced, or cannot be read.
         """
-        if isinstance(source, RemoteObject):
-            return self._read_ranges(source, runs, wait_longer)
-        if source.readers:
-            return self._read_ahead(source, runs)
-        return self._read_now(source, runs)
+        if isinstance(shard, RemoteObject):
+            return self._read_ranges(shard, runs, wait_longer)
+        if shard.readers:
+            return self._read_ahead(shard, runs)
+        return self._read_now(shard, runs)
 
-    def _read_now(self, source: Reading, runs: Runs) -> Views:
+    def _read_now(self, file: Reading, runs: Runs) -> Views:
         self._allow_buffers(1)
         for run in runs:
             view = self._buffers[0][: run.source_nbytes]
-            _read_fully(source.fd, view, run.source_offset, 0)
+            _read_fully(file.fd, view, run.source_offset, 0)
             yield view
 
-    def _read_ahead(self, source: Reading, runs: Runs) -> Views:
-        depth = min(source.readers, MAX_READERS)
+    def _read_ahead(self, file: Reading, runs: Runs) -> Views:
+        depth = min(file.readers, MAX_READERS)
         self._allow_buffers(depth + 1)  # one is in use while the others are filled
         threads = self._start_threads()
         buffers = itertools.cycle(self._buffers[: depth + 1])
         return read_in_order(
             join(runs, _is_one_read),
-            lambda group: threads.submit(_fetch, source, next(buffers), group),
+            lambda group: threads.submit(_fetch, file, next(buffers), group),
             depth,
         )
 
@@ -242,20 +242,20 @@ def is_one_range(first: Run, last: Run, run: Run) -> bool:
     return is_near and run.source_end - first.source_offset <= RANGE_NBYTES
 
 
-def _fetch(source: Reading, buffer: memoryview, group: Runs) -> memoryview:
+def _fetch(file: Reading, buffer: memoryview, group: Runs) -> memoryview:
     """Read a group to where its page begins in the buffer; return where it lies."""
     first, end = group[0].source_offset, group[-1].source_end
     begin = first // _PAGE_NBYTES * _PAGE_NBYTES
     done = 0
-    if source.direct_fd is not None:
+    if file.direct_fd is not None:
         whole = buffer[: -(-end // _PAGE_NBYTES) * _PAGE_NBYTES - begin]
         try:
-            done = os.preadv(source.direct_fd, [whole], begin)
+            done = os.preadv(file.direct_fd, [whole], begin)
         except OSError as exc:
             if exc.errno != errno.EINVAL:  # its offsets must be multiples of more than a page
                 raise _read_error(exc) from exc
     # What is left, at the end of the file, is no multiple of a page.
-    _read_fully(source.fd, buffer[: end - begin], begin, done)
+    _read_fully(file.fd, buffer[: end - begin], begin, done)
     return buffer[first - begin : end - begin]
 
 

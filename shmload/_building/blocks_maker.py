@@ -21,10 +21,10 @@ from shmload._building.mapped import map_ranges
 from shmload._building.single_file import SingleFileMaker
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.formats.known import read_header
-from shmload._checkpoints.header import Blocks
+from shmload._checkpoints.header import Quants
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
-from shmload._checkpoints.weights import format_with_blocks
+from shmload._checkpoints.weights import format_with_quants
 from shmload._decoding.shard import Shard
 from shmload._host.descriptors import Descriptor, inode_of
 from shmload._host.files import open_source
@@ -47,11 +47,11 @@ def maker_of_file(
     Raises:
         ArgumentError: as `SingleFileMaker`.
     """
-    found = format_with_blocks(path)
-    if not found or not found.blocks:
+    found = format_with_quants(path)
+    if not found or not found.quants:
         return SingleFileMaker(wanted)
     if kwargs.get("quantization_config"):
-        return BlocksMaker(wanted, path, found.blocks, kwargs["quantization_config"])
+        return BlocksMaker(wanted, path, found.quants, kwargs["quantization_config"])
     return FloatsMaker(wanted)
 
 
@@ -77,7 +77,7 @@ class BlocksMaker(SingleFileMaker):
     keeps_blocks = True
 
     def __init__(
-        self, wanted: object, path: str | os.PathLike[str], blocks: Blocks, config: Any
+        self, wanted: object, path: str | os.PathLike[str], blocks: Quants, config: Any
     ) -> None:
         super().__init__(wanted)
         self._blocks = blocks

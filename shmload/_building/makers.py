@@ -24,8 +24,14 @@ from shmload._building.options import CHOOSING_KEYWORDS
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import find_model, find_source
 from shmload._checkpoints.library import whole_libraries
-from shmload._checkpoints.own_dtypes import most_common_dtype, settle_dtype
-from shmload._checkpoints.rule import RAW, Rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import (
+    RAW,
+    Rule,
+    most_common_dtype,
+    rule_for,
+    settle_dtype,
+    wanted_dtype,
+)
 from shmload._checkpoints.source import Checkpoint, Source, components_with_weights
 from shmload._checkpoints.wanted import Wanted
 from shmload._checkpoints.weights import has_variant

@@ -14,8 +14,7 @@ from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
 from shmload._checkpoints.library import libraries_lock
-from shmload._checkpoints.own_dtypes import stored_tensors
-from shmload._checkpoints.rule import Rule, rule_for, wanted_dtype
+from shmload._checkpoints.rule import Rule, rule_for, stored_tensors, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import plain_weights_in
 from shmload._compat import float32_patterns, indivisible_classes

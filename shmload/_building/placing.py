@@ -14,9 +14,9 @@ from shmload._building.mapped import Spans, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
 from shmload._devices.destination import Destination, parse_max_host_memory
-from shmload._devices.hooks import Blocks, attach_hooks, device_at, note_devices
+from shmload._devices.hooks import WaitingBlocks, attach_hooks, device_at, note_devices
 from shmload._devices.moves import Moves
-from shmload._devices.origin import Segments
+from shmload._devices.origin import SegmentFiles
 from shmload._devices.upload import bring
 from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
@@ -174,7 +174,7 @@ def place_models(
     _copy(models, devices, destination, runtime_at, load)
     used = {device for where in devices.values() for device in where.values()}
     waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
-    segments = Segments(_files_to_pin(load) if OFFLOAD in used else ())
+    segments = SegmentFiles(_files_to_pin(load) if OFFLOAD in used else ())
     for name, model in models.items():
         _empty(model, devices[name])
         if len(used) == 1 and OFFLOAD not in used:
@@ -184,7 +184,7 @@ def place_models(
         blocks = None
         if OFFLOAD in devices[name].values() and computing != CPU:
             paths = [path for path, _ in components[name].module.units()]
-            blocks = Blocks(waiting_at(computing), paths, segments)
+            blocks = WaitingBlocks(waiting_at(computing), paths, segments)
         attach_hooks(model, devices[name], computing, blocks)
     return placement
 

@@ -19,12 +19,11 @@ from shmload._building.maker import Maker, with_dtype
 from shmload._checkpoints.dtypes import AUTO
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
-from shmload._checkpoints.own_dtypes import most_common_dtype
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.rule import Rule, wanted_dtype
+from shmload._checkpoints.rule import Rule, most_common_dtype, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
-from shmload._checkpoints.weights import format_with_blocks, why_unread
+from shmload._checkpoints.weights import format_with_quants, why_unread
 from shmload.errors import ArgumentError
 
 _METHOD = "from_single_file"
@@ -87,7 +86,7 @@ class SingleFileMaker(Maker):
     def find(self, wanted: Wanted, kwargs: dict[str, Any]) -> tuple[Source, object]:
         """Find the file."""
         found = find_single_file(wanted)
-        if self.is_of_pipelines and format_with_blocks(wanted.source):
+        if self.is_of_pipelines and format_with_quants(wanted.source):
             # What the library makes of it is its own business.
             found = msgspec.structs.replace(found, checkpoints=(), unread=("",))
         return found, self.settle_dtype(wanted.dtype, found)
@@ -154,11 +153,11 @@ class SinglePipelineMaker(SingleFileMaker):
     argument = "pipeline_class"
 
     def __init__(self, wanted: object, file: Wanted, config: object) -> None:
-        found = format_with_blocks(file.source) if wanted is None else None
-        if found and found.blocks:
+        found = format_with_quants(file.source) if wanted is None else None
+        if found and found.quants:
             raise ArgumentError(
                 f"{file.source} is a {found.name} file, which has one model and no pipeline; load "
-                f"it by load_model(cls, ..., quantization_config={found.blocks.config}(...)), and "
+                f"it by load_model(cls, ..., quantization_config={found.quants.config}(...)), and "
                 "give it to load_pipeline beside the pipeline's directory, such as "
                 "transformer=model"
             )

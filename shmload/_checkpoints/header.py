@@ -90,7 +90,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
         return sum(tensor.end - tensor.begin for tensor in self.tensors)
 
 
-class Blocks(msgspec.Struct, frozen=True, kw_only=True):
+class Quants(msgspec.Struct, frozen=True, kw_only=True):
     """What is done with tensors that are quantised in blocks."""
 
     kinds: Collection[str]
@@ -137,7 +137,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     """
     ask_for: Callable[[Collection[Path]], None] | None = None
     """Has a library describe some files at once, before `read_header` is called for each."""
-    blocks: Blocks | None = None
+    quants: Quants | None = None
     """How its tensors are quantised in blocks; None if they are not."""
     recognises: Callable[[bytes], bool]
     """Tells whether a file has this format, from its first `HEAD_NBYTES` bytes (or fewer)."""

@@ -224,12 +224,12 @@ def bring_file(url: str, hub: Hub) -> Path | None:
     """
     from huggingface_hub import hf_hub_download
 
-    wanted = hub_file_of(url)
-    if wanted is None:
+    file = hub_file_of(url)
+    if file is None:
         return None
-    where = hub.where | {"revision": hub.revision or wanted.revision}
+    where = hub.where | {"revision": hub.revision or file.revision}
     try:
-        return Path(hf_hub_download(wanted.repo_id, wanted.name, **where))
+        return Path(hf_hub_download(file.repo_id, file.name, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
-        name = f"{wanted.repo_id}/{wanted.name}"
+        name = f"{file.repo_id}/{file.name}"
         raise SourceNotFound(f"{name}: {_in_a_line(exc)}") from exc

@@ -135,16 +135,16 @@ def _write_tree(home: Path, key: str, name: str, objects: Found) -> Path:
     return tree / name
 
 
-def _blob(blobs: Path, wanted: RemoteObject) -> str:
+def _blob(blobs: Path, remote: RemoteObject) -> str:
     """Write an object's blob if it is not there; return its name."""
-    name = _digest(f"{wanted.url}\n{wanted.tag}\n{wanted.nbytes}".encode())
+    name = _digest(f"{remote.url}\n{remote.tag}\n{remote.nbytes}".encode())
     path = blobs / name
-    if is_own(path, wanted.nbytes):
+    if is_own(path, remote.nbytes):
         return name
-    if format_named(wanted.url):
-        write_pointer(path, wanted)
+    if format_named(remote.url):
+        write_pointer(path, remote)
     else:
-        content = fetch(wanted, 0, wanted.nbytes)
+        content = fetch(remote, 0, remote.nbytes)
         with replacing(path, mode=0o600) as file:
             file.write(content)
     return name

@@ -19,12 +19,28 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from shmload._checkpoints.remote import FetchError, ObjectChanged, ObjectMissing, RemoteObject
+import msgspec
+
+from shmload._checkpoints.formats.safetensors import SAFETENSORS, read_front
+from shmload._checkpoints.header import Format, Header
+from shmload._checkpoints.remote import (
+    MAGIC,
+    FetchError,
+    ObjectChanged,
+    ObjectMissing,
+    RemoteObject,
+    mirrors_folder,
+    pointed_object,
+)
+from shmload._host.files import unreadable
+from shmload._host.memo import Memo
+from shmload._host.private import require_own
 from shmload._settings import settings
-from shmload.errors import ArgumentError, needing
+from shmload.errors import ArgumentError, ShardChanged, ShardMalformed, needing
 
 REQUESTS = 8
 """Requests for small things that are made at a time."""
@@ -96,11 +112,11 @@ def list_below(url: str, most: int) -> dict[str, RemoteObject]:
     return {each["path"]: _described(f"{url}/{each['path']}", each) for each in listed}
 
 
-def fetch(wanted: RemoteObject, begin: int, end: int) -> Any:
+def fetch(remote: RemoteObject, begin: int, end: int) -> Any:
     """Return a range of an object's bytes, as a buffer.
 
     Args:
-        wanted: the object.
+        remote: the object.
         begin: of the range, in bytes.
         end: of the range, in bytes.
 
@@ -108,21 +124,21 @@ def fetch(wanted: RemoteObject, begin: int, end: int) -> Any:
         ObjectMissing, ObjectChanged: the object has gone, or is another one now.
         FetchError: it cannot be read.
     """
-    folder, _, name = wanted.url.rpartition("/")
+    folder, _, name = remote.url.rpartition("/")
 
     def get() -> Any:
         result = _obstore().get(_store(folder), name, options={"range": (begin, end)})
         try:
-            if wanted.tag not in _tags(result.meta):
-                raise ObjectChanged(f"{wanted.url} was replaced")
+            if remote.tag not in _tags(result.meta):
+                raise ObjectChanged(f"{remote.url} was replaced")
             found = result.bytes()
         finally:
             del result  # or an error's traceback would keep the connection open
         if len(found) != end - begin:
-            raise FetchError(f"{len(found)} bytes of {wanted.url} came of {end - begin}")
+            raise FetchError(f"{len(found)} bytes of {remote.url} came of {end - begin}")
         return found
 
-    return _request(wanted.url, get) if begin < end else b""  # a range has one byte at least
+    return _request(remote.url, get) if begin < end else b""  # a range has one byte at least
 
 
 def in_parallel(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
@@ -212,3 +228,83 @@ def _obstore() -> Any:
     import obstore.exceptions
 
     return found
+
+
+# The files that point to objects ------------------------------------------------------------------
+#
+# A pointer holds only an object's URL, size and tag. It lies in the cache, under the name of the
+# weights that it stands for. So a source in a bucket looks like a directory, and only what reads
+# weights has to know the difference. No library takes a pointer for weights: it does not begin like
+# a file of any other format.
+
+# One request gets the header of almost every file.
+_FIRST_NBYTES = 512 << 10
+
+
+def _read_header(fd: int, path: str | os.PathLike[str]) -> Header:
+    """Read the header of the object; it is fetched once and remembered."""
+    try:
+        remote = pointed_object(fd)
+    except msgspec.DecodeError as exc:
+        raise ShardMalformed(
+            f"{path} is a damaged pointer: {exc}; load its URL again", path=path
+        ) from exc
+    assert remote is not None
+    if not remote.url.endswith(SAFETENSORS.suffixes):
+        raise ShardMalformed(
+            f"{remote.url}: of the files in a bucket or on a web server shmload reads "
+            f"{SAFETENSORS.name}; download it first",
+            path=remote.url,
+        )
+    real = Path(os.path.realpath(path))
+    # It may have come with somebody else's model, and would use this user's credentials.
+    try:
+        _require_in_cache(real, fd)
+    except OSError as exc:
+        raise ShardMalformed(f"{path} points to an object: {exc}; give the URL", path=path) from exc
+    memo = Memo("headers", bytes, (remote.url, remote.tag, remote.nbytes))
+    kept = memo.read() or b""
+
+    def read(nbytes: int, begin: int) -> bytes:
+        nonlocal kept
+        if begin + nbytes > len(kept):
+            end = min(max(begin + nbytes, _FIRST_NBYTES), remote.nbytes)
+            kept += bytes(fetch(remote, len(kept), end))
+        return kept[begin : begin + nbytes]
+
+    try:
+        header = read_front(read, remote.nbytes, remote.url)
+    except ObjectChanged as exc:
+        raise ShardChanged(
+            f"{remote.url} changed while it was read; load again when no process writes to it",
+            path=remote.url,
+        ) from exc
+    except FetchError as exc:
+        raise unreadable(remote.url, str(exc)) from exc
+    memo.write(kept[: header.data_offset])
+    return header
+
+
+def _require_in_cache(path: Path, fd: int) -> None:
+    """Refuse an open pointer that is not this user's own.
+
+    Raises:
+        OSError: it is outside the cache, was replaced, or other users can have written it.
+    """
+    mirrors = mirrors_folder()
+    if not path.is_relative_to(os.path.realpath(mirrors)):
+        raise PermissionError("it is not in shmload's cache")
+    if not os.path.samestat(os.lstat(path), os.fstat(fd)):
+        raise PermissionError("it was replaced")
+    for each in (path, path.parent, path.parent.parent, mirrors):
+        require_own(os.lstat(each), each)
+
+
+POINTER = Format(
+    name="pointer",
+    suffixes=(),
+    base_names={},
+    can_be_linked=False,
+    recognises=lambda head: head.startswith(MAGIC),
+    read_header=_read_header,
+)

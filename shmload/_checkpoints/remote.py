@@ -69,14 +69,14 @@ def mirror_home(url: str) -> Path:
     return mirrors_folder() / hashlib.sha256(plain_url(url).encode()).hexdigest()[:20]
 
 
-def write_pointer(path: Path, wanted: RemoteObject) -> None:
+def write_pointer(path: Path, remote: RemoteObject) -> None:
     """Write the pointer to an object; its file has the object's length, and no blocks for it."""
     from shmload._host.files import replacing  # not at the top, for the workers
 
-    content = MAGIC + msgspec.json.encode(wanted) + b"\n"
+    content = MAGIC + msgspec.json.encode(remote) + b"\n"
     with replacing(path, mode=0o600) as file:
         file.write(content)
-        file.truncate(max(wanted.nbytes, len(content)))
+        file.truncate(max(remote.nbytes, len(content)))
 
 
 def pointed_object(fd: int) -> RemoteObject | None:

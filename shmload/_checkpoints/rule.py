@@ -9,18 +9,31 @@ never wrong.
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
-from shmload._checkpoints.dtypes import BLOCKS, FLOATS, WITHIN_F32, parse_dtype
+from shmload._checkpoints.dtypes import (
+    AUTO,
+    BLOCKS,
+    FLOATS,
+    TORCH_NAMES,
+    WITHIN_F32,
+    parse_dtype,
+    prevailing_dtype,
+)
+from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import TensorSpec
 from shmload._checkpoints.library import library
 from shmload._checkpoints.quantised import says_quantised
-from shmload._checkpoints.source import Checkpoint
+from shmload._checkpoints.resolve import config_of
+from shmload._checkpoints.source import Checkpoint, Source, no_component
+from shmload._host.descriptors import Descriptor
+from shmload._host.files import open_source
 from shmload._host.memo import Memo
+from shmload.errors import UnknownDtype
 
 PLAIN_KINDS = ("F32", "F16")
 """diffusers has these as tensors, and all other kinds of ggml as parameters of bytes (0.35 to
@@ -185,3 +198,112 @@ def library_versions() -> tuple[str, ...]:
         spec = importlib.util.find_spec(name)
         found.append(f"{version(name)} {spec.origin if spec else ''}")
     return tuple(found)
+
+
+# What `dtype="auto"` means ------------------------------------------------------------------------
+#
+# Each model gets its checkpoint's own dtype. For a model of transformers that is what transformers
+# does: the dtype that its configuration names, or else that of its first weight. diffusers knows no
+# `auto` and would load float32; here a model of diffusers gets the dtype that most bytes of its
+# weights have. A component whose weights shmload leaves to the libraries gets what its
+# configuration names.
+
+_DEFAULT = "float32"
+Floats = Sequence[tuple[str, int]]
+"""The safetensors dtype and the size in bytes of each float tensor."""
+
+
+def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) -> Any:
+    """Return a wanted dtype with names in place of `auto`; another one as it is.
+
+    Args:
+        dtype: a dtype, its name, None, or a dict of these by component.
+        source: what is loaded. Its headers are read, no weights.
+        passed: names of other components, which the caller gives to the pipeline.
+
+    Returns:
+        For a pipeline a dict by component. None for files without a class: their floats keep the
+        dtypes that they have.
+
+    Raises:
+        CheckpointError: a header is wrong.
+        UnknownComponent: the dict names a component that the pipeline lacks.
+    """
+    given = dtype if isinstance(dtype, Mapping) else {"default": dtype}
+    if source.is_pipeline:
+        known = {*source.components, *passed, "default"}
+        for name in given:
+            if name not in known:
+                raise no_component(str(name), source.given, known - {"default"})
+    if source.is_modular and isinstance(dtype, Mapping):
+        dtype = given = {"default": None, **given}  # the library leaves the others to their classes
+    if not any(map(_is_auto, given.values())):
+        return dtype
+    by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
+    if not source.is_pipeline:
+        chosen = given.get("", given.get("default", _DEFAULT))
+        return _own_dtype(by_name[""]) if _is_auto(chosen) else chosen
+    settled = {name: value for name, value in given.items() if not _is_auto(value)}
+    for name in source.components:
+        if _is_auto(given.get(name, given.get("default"))):
+            found = by_name.get(name)
+            own = _own_dtype(found) if found else _configured(config_of(source.folder_of(name)))
+            settled[name] = own or _DEFAULT
+    return {"default": _DEFAULT} | settled
+
+
+def most_common_dtype(source: Source) -> str:
+    """Return what `auto` means for a model of diffusers: torch's name of its weights' dtype.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
+    floats = [each for checkpoint in source.checkpoints for each in _floats(checkpoint)]
+    return _named(prevailing_dtype(floats)) or _DEFAULT
+
+
+def _is_auto(dtype: object) -> bool:
+    return isinstance(dtype, str) and dtype == AUTO
+
+
+def _own_dtype(checkpoint: Checkpoint) -> str | None:
+    """Return torch's name of a checkpoint's dtype; None if it has no class or no floats."""
+    if not checkpoint.class_name:
+        return None
+    if checkpoint.library == "diffusers":  # which notes none
+        return _named(prevailing_dtype(_floats(checkpoint)))
+    return _configured(checkpoint.config) or _first(_floats(checkpoint))
+
+
+def _first(floats: Floats) -> str | None:
+    """Return torch's name of the first dtype that transformers would take; None if none is."""
+    return _named(next((dtype for dtype, _ in floats if not dtype.startswith("F8_")), ""))
+
+
+def _named(dtype: str) -> str | None:
+    return TORCH_NAMES[dtype] if dtype else None
+
+
+def _configured(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a model's configuration names; None if it names none."""
+    try:
+        named = config.get("dtype") or config.get("torch_dtype")
+        return TORCH_NAMES[parse_dtype(named)] if named else None
+    except UnknownDtype:
+        return None
+
+
+def _floats(checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    found = stored_tensors(checkpoint)
+    return [(each.dtype, each.nbytes) for each in found if each.dtype in FLOATS]
+
+
+def stored_tensors(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
+    """Yield the tensors of all shards.
+
+    Raises:
+        CheckpointError: a header is wrong.
+    """
+    for path in checkpoint.shards:
+        with Descriptor(open_source(path)) as file:
+            yield from read_header(file.fd, path).tensors

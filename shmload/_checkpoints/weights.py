@@ -128,7 +128,7 @@ def is_single_file(source: str | os.PathLike[str]) -> bool:
     return os.path.isfile(source)
 
 
-def format_with_blocks(path: str | os.PathLike[str]) -> Format | None:
+def format_with_quants(path: str | os.PathLike[str]) -> Format | None:
     """Return the format of a file that may have quantised blocks, by its content; else None.
 
     Raises:
@@ -138,7 +138,7 @@ def format_with_blocks(path: str | os.PathLike[str]) -> Format | None:
         return None
     with Descriptor(open_source(Path(path))) as file:
         found = detect_format(file.fd, path)
-    return found if found.blocks else None
+    return found if found.quants else None
 
 
 def find_adapters(folder: Path, names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -89,13 +89,13 @@ def _decode_here(
     from shmload.workers.fill import Filler
     from shmload.workers.reader import FillError, examine
 
-    filler, source = Filler(), examine(shard.fd, 1)
+    filler, readable = Filler(), examine(shard.fd, 1)
     try:
         digests = []
         for runs in shard.layout.pieces:
             if is_cancelled():
                 raise DecodeCancelled
-            digests.append(filler.fill(source, _part_fd(shard), runs, on_bytes))
+            digests.append(filler.fill(readable, _part_fd(shard), runs, on_bytes))
             on_piece(shard, runs)
         return combine_digests(digests)
     except FillError as exc:
@@ -106,8 +106,8 @@ def _decode_here(
         raise no_memory(shard.shown) from exc
     finally:
         filler.close()
-        if isinstance(source, Reading):
-            source.close()
+        if isinstance(readable, Reading):
+            readable.close()
 
 
 def _part_fd(shard: Shard) -> int:

@@ -15,20 +15,20 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 from shmload._devices.moves import put
-from shmload._devices.origin import Segments
+from shmload._devices.origin import SegmentFiles
 from shmload._devices.waiting import Waiting
 from shmload._placement.inventory import CPU, OFFLOAD
 from shmload.errors import ArgumentError
 
 
-class Blocks(NamedTuple):
+class WaitingBlocks(NamedTuple):
     """The blocks of a model whose weights wait on the host for an accelerator."""
 
     waiting: Waiting
     """Brings them to the accelerator."""
     paths: Collection[str]
     """Paths of the modules that travel as a block if their weights wait."""
-    segments: Segments
+    segments: SegmentFiles
     """Hold the weights, or some of them."""
 
 
@@ -36,7 +36,7 @@ def attach_hooks(
     model: nn.Module,
     devices: Mapping[str, str],
     execution_device: str,
-    blocks: Blocks | None = None,
+    blocks: WaitingBlocks | None = None,
 ) -> None:
     """Have a model take inputs from any device, and return its outputs on the same device.
 
@@ -134,7 +134,7 @@ def _bring_rest(module: nn.Module, device: torch.device, *, is_in_block: bool) -
 
 
 def _roots(
-    model: nn.Module, devices: Mapping[str, str], blocks: Blocks
+    model: nn.Module, devices: Mapping[str, str], blocks: WaitingBlocks
 ) -> dict[nn.Module, nn.Module]:
     """Note the blocks that wait; returns the block of each module in one."""
     modules = dict(model.named_modules(remove_duplicate=False))

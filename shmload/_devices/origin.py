@@ -2,7 +2,7 @@
 
 The pages that a device fetches from are the segment's own, mapped for reading only and registered
 with the driver: processes that lock the same segment share them. What this process writes to its
-weights is not in these pages. The kernel can neither move nor swap them, so a process has a budget.
+weights is not in these pages. The kernel can neither move nor swap them, so a process has a limit.
 
 Guarantee: nothing is written to the file, and nothing stays registered after the last use.
 """
@@ -32,7 +32,7 @@ _GAP_NBYTES = 64 << 10
 _WINDOW_NBYTES = 1 << 30
 
 
-class Budget:
+class PageLimit:
     """A number of bytes that may be locked; several threads may use it.
 
     Args:
@@ -65,15 +65,15 @@ class Budget:
 
 
 @functools.cache
-def own_budget() -> Budget:
-    """Return this process's budget for weights that wait.
+def own_limit() -> PageLimit:
+    """Return this process's limit for weights that wait.
 
     By default it is half of the memory that the machine has, or this process's control groups.
     """
     machine = os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES
     half = min(machine, cgroup_limit_nbytes() or machine) // 2
     chosen = settings().page_locked
-    return Budget(half if chosen is None else chosen)
+    return PageLimit(half if chosen is None else chosen)
 
 
 class Origin:
@@ -119,13 +119,13 @@ class Origin:
     def lock(self, runtime: Runtime) -> bool:
         """Lock the pages unless they are; return whether they are locked.
 
-        What a driver or the system refused is not tried again. What this process's budget lacks
+        What a driver or the system refused is not tried again. What this process's limit lacks
         room for is.
         """
-        nbytes, budget = self._end - self._start, own_budget()
-        if self._content is None and not self._is_refused and budget.take(nbytes):
+        nbytes, limit = self._end - self._start, own_limit()
+        if self._content is None and not self._is_refused and limit.take(nbytes):
             windows: list[int] = []
-            release = weakref.finalize(self, _release, windows, runtime, budget, nbytes)
+            release = weakref.finalize(self, _release, windows, runtime, limit, nbytes)
             release.atexit = False  # the end of the process unlocks
             try:
                 content = _map(self._file.fd, self._offset, nbytes)
@@ -146,7 +146,7 @@ class Origin:
         self._content = None
 
 
-class Segments:
+class SegmentFiles:
     """The open segments that weights may lie in.
 
     Args:
@@ -204,14 +204,14 @@ def _register(content: torch.Tensor, runtime: Runtime, windows: list[int]) -> bo
     return True
 
 
-def _release(windows: list[int], runtime: Runtime, budget: Budget, nbytes: int) -> None:
+def _release(windows: list[int], runtime: Runtime, limit: PageLimit, nbytes: int) -> None:
     try:
         if windows:
             runtime.drain()  # a copy from there may be under way
         while windows:
             runtime.unregister(windows.pop())
     finally:
-        budget.give_back(nbytes)
+        limit.give_back(nbytes)
 
 
 def _lies_in(tensor: torch.Tensor, mapping: Mapping) -> bool:

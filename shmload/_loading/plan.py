@@ -10,7 +10,7 @@ import msgspec
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.library import library
-from shmload._checkpoints.own_dtypes import settle_dtype
+from shmload._checkpoints.rule import settle_dtype
 from shmload._checkpoints.source import LeftOut, find_left_out
 from shmload._checkpoints.wanted import Wanted, require_bools
 from shmload._decoding.shard import Shard, open_checkpoint

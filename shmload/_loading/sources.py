@@ -11,8 +11,7 @@ import msgspec
 from shmload._checkpoints.formats.known import variant_of
 from shmload._checkpoints.library import library, whole_libraries
 from shmload._checkpoints.modular import find_whole_source
-from shmload._checkpoints.own_dtypes import settle_dtype
-from shmload._checkpoints.rule import Rule, known_rule, rule_for
+from shmload._checkpoints.rule import Rule, known_rule, rule_for, settle_dtype
 from shmload._checkpoints.source import Source, why_none_is_read
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import paused_gc

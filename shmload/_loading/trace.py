@@ -1,10 +1,10 @@
 """Where the time of a load goes: the one way in which its phases are measured.
 
-A thread's time is cut into segments, one after the other: to enter a phase ends the segment of the
+A thread's time is cut into spans, one after the other: to enter a phase ends the span of the
 phase around it. So phases are disjoint, and those of the caller's thread add up to the time of the
 call. While the caller waits for the load's own thread, its time counts for what that thread does.
 
-With a path the segments are written as a Chrome trace, which https://ui.perfetto.dev opens: a track
+With a path the spans are written as a Chrome trace, which https://ui.perfetto.dev opens: a track
 for each thread and each worker. A load that fails writes its trace too.
 """
 
@@ -46,7 +46,7 @@ class Phase(enum.StrEnum):
     """Another thread waits for the load's own; sums count what that one does meanwhile."""
 
 
-class _Segment(NamedTuple):
+class _Span(NamedTuple):
     begin: float
     end: float
     phase: Phase
@@ -59,14 +59,14 @@ class _Track:
     def __init__(self, trace: "Trace", name: str) -> None:
         self.trace = trace
         self.name = name
-        self.segments = list[_Segment]()
+        self.spans = list[_Span]()
         self.phases = [(Phase.REST, "")]
         self._since = time.monotonic()
 
     def cut(self) -> None:
-        """End the segment of the current phase; the next one begins at the same moment."""
+        """End the span of the current phase; the next one begins at the same moment."""
         begin, self._since = self._since, time.monotonic()
-        self.segments.append(_Segment(begin, self._since, *self.phases[-1]))
+        self.spans.append(_Span(begin, self._since, *self.phases[-1]))
 
 
 _current: ContextVar[_Track | None] = ContextVar("shmload-track", default=None)
@@ -83,7 +83,7 @@ class Trace:
         self.title = printing(title)
         self.caller = _Track(self, "caller")
         self._threads = {threading.get_native_id(): self.caller}
-        self._workers = dict[int, list[_Segment]]()  # by the id of the process
+        self._workers = dict[int, list[_Span]]()  # by the id of the process
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[None]:
@@ -104,16 +104,16 @@ class Trace:
             begin: the monotonic time at which it began with the piece, in seconds.
             what: the piece's file.
         """
-        segments = self._workers.setdefault(worker, [])
-        segments.append(_Segment(begin, time.monotonic(), Phase.READ, what))
+        spans = self._workers.setdefault(worker, [])
+        spans.append(_Span(begin, time.monotonic(), Phase.READ, what))
 
     def times_s(self) -> dict[str, float]:
         """Return the time of each phase so far, in seconds; together that of the call."""
         self.caller.cut()
         others = [track for track in self._threads.values() if track is not self.caller]
-        meanwhile = sorted(segment for track in others for segment in track.segments)
+        meanwhile = sorted(span for track in others for span in track.spans)
         times = {phase.value: 0.0 for phase in Phase if phase is not Phase.AWAIT}
-        for begin, end, phase, _ in self.caller.segments:
+        for begin, end, phase, _ in self.caller.spans:
             if phase is not Phase.AWAIT:
                 times[phase] += end - begin
                 continue
@@ -151,15 +151,15 @@ class Trace:
     def _events(self, kind: type[BaseException] | None) -> Iterator[dict[str, Any]]:
         """Yield the events, as Chrome's format has them; times in microseconds."""
         sums = {**self.times_s(), **({"error": kind.__name__} if kind else {})}
-        tracks = {tid: (each.name, each.segments) for tid, each in self._threads.items()}
+        tracks = {tid: (each.name, each.spans) for tid, each in self._threads.items()}
         tracks |= {tid: (f"worker {tid}", each) for tid, each in self._workers.items()}
-        begin, end = self.caller.segments[0].begin, self.caller.segments[-1].end
+        begin, end = self.caller.spans[0].begin, self.caller.spans[-1].end
         at = {"cat": "shmload", "pid": os.getpid(), "tid": next(iter(self._threads))}
         yield _event(self.title, begin, end, sums) | at
-        for tid, (name, segments) in tracks.items():
+        for tid, (name, spans) in tracks.items():
             at = at | {"tid": tid}
             yield {"ph": "M", "name": "thread_name", "args": {"name": name}} | at
-            for begin, end, phase, what in segments:
+            for begin, end, phase, what in spans:
                 yield _event(phase, begin, end, {"what": what} if what else {}) | at
 
 

@@ -21,7 +21,7 @@ from shmload._loading.sources import complete_load, find_with_rules, require_rea
 from shmload._segments.names import name_prefix
 from shmload._segments.segment import Stay
 from shmload._segments.upkeep import move_pins
-from shmload._segments.view import Mirror, absolute, mirror
+from shmload._segments.view import Entries, absolute, entries_like
 from shmload.errors import ArgumentError, ViewRefused
 
 MARKER = ".shmload-view"
@@ -93,7 +93,7 @@ def view_directory(
             for segment in held:
                 segment.pin()
             names = {shard.path: SHM_DIR / shard.name for shard in load.holdings.shards}
-            shown = mirror(absolute(found.root), names)
+            shown = entries_like(absolute(found.root), names)
             shown.files.update(_configurations(found, shown, rules))
             try:
                 _fill(place, shown)
@@ -122,7 +122,7 @@ def _leads_to_segment(path: Path) -> bool:
     return path.is_symlink() and os.readlink(path).startswith(f"{SHM_DIR}/{name_prefix()}")
 
 
-def _configurations(found: Source, shown: Mirror, rules: Mapping[str, Rule]) -> dict[str, bytes]:
+def _configurations(found: Source, shown: Entries, rules: Mapping[str, Rule]) -> dict[str, bytes]:
     """Return the configurations that name another dtype than the segments have, by their place.
 
     A library that follows such a configuration would cast the weights, and so copy them.
@@ -151,7 +151,7 @@ def _with_dtype(config: Any, dtype: str) -> Any:
     }
 
 
-def _fill(place: Path, shown: Mirror) -> None:
+def _fill(place: Path, shown: Entries) -> None:
     """Make a directory's links and files; each replaces an earlier one in one step.
 
     Raises:

@@ -258,8 +258,8 @@ def machine_inventory(needed: Collection[object] | None = None) -> Inventory:
     names = kinds.accelerator_names()
     index = kinds.current_index()
     current = f"{kinds.machine_kind() or kinds.USUAL_KIND}:{index}"
-    wanted = names if needed is None else {canonical_device(each, current) for each in needed}
-    asked = [name for name in names if name in wanted]
+    meant = names if needed is None else {canonical_device(each, current) for each in needed}
+    asked = [name for name in names if name in meant]
     others = tuple(name for name in names if name not in asked)
     devices = (
         boundless(name) if nbytes is None else _device(name, nbytes, settings().headroom)

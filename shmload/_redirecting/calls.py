@@ -18,7 +18,7 @@ import torch
 from shmload._checkpoints.hub import find_cached
 from shmload._checkpoints.library import inside, is_inside, libraries_lock
 from shmload._checkpoints.wanted import HUB_ARGUMENTS, Hub
-from shmload._checkpoints.weights import format_with_blocks
+from shmload._checkpoints.weights import format_with_quants
 from shmload._compat import dtype_keyword, is_in_mode
 from shmload._redirecting.patches import (
     LIBRARIES,
@@ -297,7 +297,7 @@ def require_known_source(kind: Kind, call: Call) -> None:
     if kind in OF_FILES:
         if not os.path.isfile(call.source):
             raise InDoubt("it is no file of this machine")
-        if found := format_with_blocks(call.source):
+        if found := format_with_quants(call.source):
             raise InDoubt(f"it is a {found.name} file")
     elif not os.path.isdir(call.source):
         given = str(call.source)

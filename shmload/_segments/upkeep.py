@@ -73,10 +73,10 @@ def check_digest(segment: Segment) -> None:
         SegmentCorrupt: it differs from the one in the header.
     """
     header = segment.read_header()
-    wanted = segment.read_metadata().digest
+    written = segment.read_metadata().digest
     got = digest_data(segment.fd, header)
-    if got != wanted:
-        raise segment.corrupt(f"its digest is {got} and should be {wanted}")
+    if got != written:
+        raise segment.corrupt(f"its digest is {got} and should be {written}")
 
 
 def evict(*patterns: str | os.PathLike[str]) -> Segments:

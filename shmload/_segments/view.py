@@ -32,7 +32,7 @@ _MARK = stat.S_ISVTX
 _GRACE_S = 60.0
 
 
-class Mirror(msgspec.Struct, frozen=True):
+class Entries(msgspec.Struct, frozen=True):
     """The entries of a directory that looks like another one, by their path in it."""
 
     folders: list[str]
@@ -43,7 +43,7 @@ class Mirror(msgspec.Struct, frozen=True):
     """What is written to each file: indexes, which name shards as the links do."""
 
 
-def mirror(root: Path, files: Mapping[Path, Path]) -> Mirror:
+def entries_like(root: Path, files: Mapping[Path, Path]) -> Entries:
     """Plan a directory that looks like another one; writes nothing.
 
     Every entry is a link; only the directories that contain a replaced file are directories.
@@ -55,7 +55,7 @@ def mirror(root: Path, files: Mapping[Path, Path]) -> Mirror:
     Raises:
         CheckpointError: an index cannot be read.
     """
-    shown = Mirror([], {}, {})
+    shown = Entries([], {}, {})
     # A relative target would be resolved from the link's own directory.
     replaced = {absolute(path): absolute(to) for path, to in files.items()}
     if not root.is_dir():
@@ -115,7 +115,7 @@ class View:
 
     def _link(self, root: Path, files: Mapping[Path, Path]) -> Path:
         """Create the links and return the path that replaces the root."""
-        path, shown = self.folder, mirror(root, files)
+        path, shown = self.folder, entries_like(root, files)
         above: tuple[str, ...] = ()
         if root.is_dir() and root.parent.name == "snapshots":
             # transformers takes the commit's hash from the path of a file in a hub cache.

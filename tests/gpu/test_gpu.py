@@ -12,7 +12,7 @@ from runtime_contract import RuntimeContract
 from torch import nn
 
 import shmload
-from shmload._devices.origin import Segments
+from shmload._devices.origin import SegmentFiles
 from shmload._devices.upload import PageLocked
 from shmload._devices.waiting import Waiting
 from shmload._host.descriptors import inode_of
@@ -124,7 +124,7 @@ def test_blocks_that_wait_are_there_in_time(device):
         flat = torch.frombuffer(content, dtype=torch.float32).view(count, size, size)
         blocks = [nn.Linear(size, size, bias=False) for _ in range(count)]
         waiting = Waiting(device.runtime())
-        segments = Segments([(inode_of(os.fstat(fd)), fd)])
+        segments = SegmentFiles([(inode_of(os.fstat(fd)), fd)])
         for block, weight in zip(blocks, flat, strict=True):
             block.weight = nn.Parameter(weight)
             waiting.add(block, segments.origins(block.parameters()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from shmload._checkpoints.dtypes import BLOCKS
 from shmload._checkpoints.formats.described import NotDescribed, Unread, read_described
-from shmload._checkpoints.header import Blocks, Format, Header, TensorSpec, reading
+from shmload._checkpoints.header import Format, Header, Quants, TensorSpec, reading
 from shmload.errors import ShardMalformed, needing
 
 _INSTALL = "shmload[gguf]"
@@ -86,7 +86,7 @@ GGUF = Format(
     base_names={},  # a library is told the name
     argument="gguf_file",
     can_be_linked=False,
-    blocks=Blocks(
+    quants=Quants(
         kinds=BLOCKS.keys(),
         config="GGUFQuantizationConfig",
         dequantiser=_dequantiser,

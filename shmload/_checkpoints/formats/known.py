@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from shmload._checkpoints.formats.gguf import GGUF
-from shmload._checkpoints.formats.pointer import POINTER
 from shmload._checkpoints.formats.pytorch import PYTORCH
 from shmload._checkpoints.formats.safetensors import SAFETENSORS
 from shmload._checkpoints.header import Format, Header, read_head
+from shmload._checkpoints.objects import POINTER
 
 FORMATS = (SAFETENSORS, PYTORCH, GGUF)
 """In the order in which they are preferred where a model has weights in several."""
@@ -69,8 +69,8 @@ def format_of(path: str | os.PathLike[str], head: bytes) -> Format:
 
 
 def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]:
-    """Return what makes float32 of a row of blocks of a kind; see `Blocks`."""
-    of_kind = (each.blocks for each in FORMATS if each.blocks and kind in each.blocks.kinds)
+    """Return what makes float32 of a row of blocks of a kind; see `Quants`."""
+    of_kind = (each.quants for each in FORMATS if each.quants and kind in each.quants.kinds)
     return next(of_kind).dequantiser(kind, path)
 
 

@@ -80,11 +80,11 @@ def read_front(
         raise truncated(path, _LENGTH_NBYTES + length, file_nbytes)
     raw = read(length, _LENGTH_NBYTES)
     header = parse_header(raw, path)
-    wanted = header.data_offset + (header.tensors[-1].end if header.tensors else 0)
-    if file_nbytes < wanted:
-        raise truncated(path, wanted, file_nbytes)
-    if file_nbytes > wanted:
-        raise _malformed(path, f"{file_nbytes - wanted} bytes follow the last tensor")
+    expected = header.data_offset + (header.tensors[-1].end if header.tensors else 0)
+    if file_nbytes < expected:
+        raise truncated(path, expected, file_nbytes)
+    if file_nbytes > expected:
+        raise _malformed(path, f"{file_nbytes - expected} bytes follow the last tensor")
     return header
 
 

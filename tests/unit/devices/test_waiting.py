@@ -13,7 +13,7 @@ from devices import LateDevice
 from torch import nn
 
 from shmload._devices import origin
-from shmload._devices.origin import Budget, Segments
+from shmload._devices.origin import PageLimit, SegmentFiles
 from shmload._devices.waiting import Waiting
 from shmload._host.descriptors import inode_of
 from shmload._runtimes.runtime import say_once
@@ -58,11 +58,11 @@ def device():
 
 
 @pytest.fixture
-def budget(monkeypatch):
-    """A budget of this test's own."""
-    budget = Budget(1 << 30)
-    monkeypatch.setattr(origin, "own_budget", lambda: budget)
-    return budget
+def limit(monkeypatch):
+    """A limit of this test's own."""
+    limit = PageLimit(1 << 30)
+    monkeypatch.setattr(origin, "own_limit", lambda: limit)
+    return limit
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def make(segment, device):
     def make(device):
         model = Model(segment)
         waiting = Waiting(device)
-        segments = Segments([(inode_of(os.fstat(segment)), segment)])
+        segments = SegmentFiles([(inode_of(os.fstat(segment)), segment)])
         for block in model.blocks:
             waiting.add(block, segments.origins(block.parameters()))
         made.append(waiting)
@@ -195,21 +195,21 @@ def test_two_threads_may_call_the_same_blocks(made):
 
 def test_what_the_budget_lacks_room_for_is_copied_without(make, device, monkeypatch, caplog):
     say_once.cache_clear()
-    budget = Budget(2 * _SIZE * _SIZE * 4 + 4095)
-    monkeypatch.setattr(origin, "own_budget", lambda: budget)
+    limit = PageLimit(2 * _SIZE * _SIZE * 4 + 4095)
+    monkeypatch.setattr(origin, "own_limit", lambda: limit)
     model, waiting = make(device)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert torch.equal(run(model, waiting), plain(model))
-    assert budget.taken_nbytes == 2 * _SIZE * _SIZE * 4
+    assert limit.taken_nbytes == 2 * _SIZE * _SIZE * 4
     assert len(caplog.records) == 1
     del model.blocks[0]
     gc.collect()
     with torch.no_grad():  # its room is another block's now
         run(model, waiting, range(_BLOCKS - 1))
-    assert budget.taken_nbytes == 2 * _SIZE * _SIZE * 4
+    assert limit.taken_nbytes == 2 * _SIZE * _SIZE * 4
     waiting.release()
-    assert budget.taken_nbytes == 0
+    assert limit.taken_nbytes == 0
 
 
 # Errors of the device -----------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_copies_end_before_their_memory_is_freed(segment, device, monkeypatch, f
         return fail() if device.pending else start(*args)
 
     model, waiting = Model(segment), Waiting(device)
-    segments = Segments([(inode_of(os.fstat(segment)), segment)])
+    segments = SegmentFiles([(inode_of(os.fstat(segment)), segment)])
     waiting.add(model, segments.origins(model.parameters()))
     model.other = nn.Linear(1, 1)  # in no segment: it goes through slots
     error, pending = torch.OutOfMemoryError("full"), 0
