@@ -1,6 +1,5 @@
 """Which tensors lie in which mapping, and the leases that they keep."""
 
-import bisect
 import itertools
 import mmap
 import weakref
@@ -31,8 +30,7 @@ class Spans:
     """
 
     def __init__(self, inodes: set[Inode]) -> None:
-        self._mappings = sorted(procfs.mappings(inodes))
-        self._starts = [mapping.start for mapping in self._mappings]
+        self._mappings = procfs.mappings(inodes)
 
     def find(self, tensor: torch.Tensor) -> procfs.Mapping | None:
         """Return the mapping that a tensor's storage begins in."""
@@ -40,10 +38,7 @@ class Spans:
 
     def find_address(self, address: int) -> procfs.Mapping | None:
         """Return the mapping that an address lies in."""
-        position = bisect.bisect_right(self._starts, address) - 1
-        if position >= 0 and address < self._mappings[position].end:
-            return self._mappings[position]
-        return None
+        return self._mappings.at(address)
 
     def holds_unread(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor lies in a mapping and nothing has read its inner pages.

@@ -163,13 +163,16 @@ class SegmentFiles:
     def origins(self, tensors: Iterable[torch.Tensor]) -> list[Origin]:
         """Return the parts that hold those of some tensors that lie in the segments."""
         found: list[Origin] = []
+        inside: dict[Mapping, list[torch.Tensor]] = {}
         by_address = {t.data_ptr(): t for t in tensors if t.is_cpu and t.numel()}
-        for there in self._mappings:
-            inside = [t for address, t in sorted(by_address.items()) if _lies_in(t, there)]
-            spans = ((t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for t in inside)
-            for begin, end in _joined(spans):
+        for address, tensor in sorted(by_address.items()):
+            there = self._mappings.at(address)
+            if there and address + tensor.nbytes <= there.end:
+                inside.setdefault(there, []).append(tensor)
+        for there, held in inside.items():
+            for begin, end in _joined((t.data_ptr(), t.data_ptr() + t.nbytes) for t in held):
                 offset = there.offset + begin - there.start
-                storage = inside[0].untyped_storage()
+                storage = held[0].untyped_storage()
                 found.append(Origin(self._files[there.inode], offset, begin, end, storage))
         allow_descriptors(len(found))  # Python's mmap has one each
         return found
@@ -212,11 +215,6 @@ def _release(windows: list[int], runtime: Runtime, limit: PageLimit, nbytes: int
             runtime.unregister(windows.pop())
     finally:
         limit.give_back(nbytes)
-
-
-def _lies_in(tensor: torch.Tensor, mapping: Mapping) -> bool:
-    begin = tensor.data_ptr()
-    return mapping.start <= begin and begin + tensor.numel() * tensor.itemsize <= mapping.end
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -14,10 +14,8 @@ under way, and no memory is locked. Sources are read by cores alone, and never b
 copies so what moves say, while a load still decodes some of it.
 """
 
-import bisect
 import contextlib
 import ctypes
-import itertools
 import mmap
 import os
 from collections import deque
@@ -30,7 +28,7 @@ import torch
 from shmload._devices.moves import Move, Moves, Overlaps
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES, is_modified
-from shmload._host.procfs import mappings
+from shmload._host.procfs import Mappings, mappings
 from shmload._loading.load import Load
 from shmload._loading.trace import Phase, during
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
@@ -57,16 +55,14 @@ class Files:
 
     def __init__(self, files: Iterable[tuple[Inode, int]] = ()) -> None:
         self._files = dict(files)
-        found = sorted(mappings(self._files.keys())) if self._files else []
-        self._mappings = [there for there in found if not is_modified(there)]
-        self._starts = [there.start for there in self._mappings]
+        found = mappings(self._files.keys())
+        self._mappings = Mappings(there for there in found if not is_modified(there))
 
     def read(self, address: int, into: memoryview) -> int:
         """Read what a file has for an address; return how many bytes, 0 if it is of none."""
-        position = bisect.bisect_right(self._starts, address) - 1
-        if position < 0 or address + len(into) > self._mappings[position].end:
+        there = self._mappings.at(address)
+        if there is None or address + len(into) > there.end:
             return 0
-        there = self._mappings[position]
         # 1 GiB takes a core 0.154 s so; from a fresh mapping 0.168 s, and 0.058 s more to unmap it
         # (2 cores, Linux 6.18, 2026-11-28, medians of 7). What cannot be read is copied from there.
         with contextlib.suppress(OSError):
@@ -330,19 +326,14 @@ def bring(
         if load:
             load.wait()
         return
-    spans = sorted(mappings({part.inode for _, part in load.holdings.unfinished()}) if load else ())
-    starts = [there.start for there in spans]
-
-    def comes_later(move: Move) -> bool:
-        position = bisect.bisect_right(starts, move.address)
-        return position > 0 and move.address < spans[position - 1].end
-
+    parts = mappings({part.inode for _, part in load.holdings.unfinished()} if load else ())
+    early = [move for move in moves.moves if not parts.at(move.address)]
     nbytes = sum(move.nbytes for move in moves.moves)
     with Upload(nbytes, moves.runtimes[0], max_nbytes, Files(files)) as upload:
-        upload.copy(itertools.filterfalse(comes_later, moves.moves))
-        coming = Overlaps(filter(comes_later, moves.moves))
-        while load and spans and (piece := load.next_filled()) is not None:
-            for there in spans:
+        upload.copy(early)
+        coming = Overlaps(move for move in moves.moves if parts.at(move.address))
+        while load and parts and (piece := load.next_filled()) is not None:
+            for there in parts:
                 if there.inode == piece.inode:
                     base = there.start - there.offset
                     upload.copy(coming.within(base + piece.begin, base + piece.end))

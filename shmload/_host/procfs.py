@@ -3,6 +3,7 @@
 Guarantee: every call reads again, since each answer can change at any time; nothing is written.
 """
 
+import bisect
 import contextlib
 import os
 from collections.abc import Collection, Iterator
@@ -196,10 +197,20 @@ def _limited_groups(
 # Mappings -----------------------------------------------------------------------------------------
 
 
-def mappings(inodes: Collection[Inode]) -> list[Mapping]:
+class Mappings(list[Mapping]):
+    """Mappings in the order of their addresses."""
+
+    def at(self, address: int) -> Mapping | None:
+        """Return the one that an address lies in; None if none does."""
+        position = bisect.bisect_right(self, address, key=lambda each: each.start) - 1
+        found = self[position] if position >= 0 else None
+        return found if found and address < found.end else None
+
+
+def mappings(inodes: Collection[Inode]) -> Mappings:
     """Return this process's mappings of the given files."""
-    found = _parse_maps(Path("/proc/self/maps").read_bytes(), _devices(inodes))
-    return [each for each in found if each.inode in inodes]
+    found = _parse_maps(Path("/proc/self/maps").read_bytes(), _devices(inodes)) if inodes else ()
+    return Mappings(sorted(each for each in found if each.inode in inodes))
 
 
 def mappings_below(prefix: str) -> list[tuple[int, int]]:
