@@ -34,6 +34,7 @@ from children import Child
 from hub_caches import HubCache
 from serving import service  # noqa: F401 a fixture for all
 from warm_python import WarmPython
+from watching import children_of, workers_of
 
 from shmload._host import collector
 from shmload._settings import settings
@@ -260,20 +261,11 @@ def _surroundings() -> set[str]:
 
 def _alive() -> set[str]:
     return {
-        *(f"child {pid}" for pid in _children()),
+        *(f"child {pid}" for pid in children_of("self")),
         *(f"thread {t.name} {t.ident}" for t in threading.enumerate() if not t.daemon),
         *(f"descriptor {number} {target}" for number, target in _descriptors()),
         *(f"name {name}" for name in shm_entries()),
     }
-
-
-def _children() -> list[int]:
-    tasks = Path("/proc/self/task")
-    found = []
-    for task in os.listdir(tasks):
-        with contextlib.suppress(OSError):  # a thread that just ended
-            found += map(int, (tasks / task / "children").read_text().split())
-    return found
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:
@@ -306,16 +298,7 @@ def shm_names() -> Callable[[], list[str]]:
 @pytest.fixture
 def worker_pids() -> Callable[[], list[int]]:
     """Say which worker processes this process has now."""
-
-    def find() -> list[int]:
-        found = []
-        for pid in _children():
-            with contextlib.suppress(OSError):
-                if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
-
-    return find
+    return lambda: workers_of("self")
 
 
 @pytest.fixture

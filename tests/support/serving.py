@@ -1,8 +1,5 @@
 """Starts a service in a child process for one test."""
 
-import contextlib
-from pathlib import Path
-
 import pytest
 from watching import until
 
@@ -35,12 +32,3 @@ def service(new_child, configure, evicts):
 def wait_until(is_so):
     """Poll the service's status until a condition holds."""
     until(lambda: is_so(require_service()))
-
-
-def children_of(process):
-    """Return the pids of a service's children."""
-    found = set()
-    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that just ended
-            found.update(map(int, children.read_text().split()))
-    return sorted(found)

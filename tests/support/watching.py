@@ -11,12 +11,12 @@ _PAUSE_S = 0.005
 _END_TIMEOUT_MS = 20_000  # workers end within about 10 ms
 
 
-def until(holds):
+def until(holds, deadline_s=_DEADLINE_S):
     """Wait until something holds of which nothing tells, and return it.
 
     Between two looks others have the core: what is waited for may need it.
     """
-    deadline = time.monotonic() + _DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not (found := holds()):
         assert time.monotonic() < deadline, "it does not come to that"
         time.sleep(_PAUSE_S)
@@ -44,15 +44,23 @@ class Watched:
                 os.close(pidfd)
 
 
+def children_of(parent):
+    """Return the pids of a process's children."""
+    found = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that just ended
+            found += map(int, children.read_text().split())
+    return sorted(found)
+
+
 def workers_of(parent):
     """Return the pids of a process's workers."""
-    tasks = Path(f"/proc/{parent}/task").iterdir()
-    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    return [
-        pid
-        for pid in children
-        if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = []
+    for pid in children_of(parent):
+        with contextlib.suppress(OSError):  # it ended
+            if b"shmload.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def users_of(name):

@@ -1,10 +1,8 @@
 """Loads keep to the budget of the running service, and share one copy."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from children import run_to_end
 from watching import until
 
 import shmload
@@ -64,15 +62,3 @@ def test_what_exceeds_the_budget_already_goes_as_soon_as_it_is_idle(service, sha
     until(lambda: resident() == {shards[1]})
     assert "are resident already, more than the budget" in process.errors
     del state
-
-
-def test_remove_says_what_went_and_who_keeps_the_rest(service, shards):
-    service()
-    holder = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
-    shmload.warm(shards[1], dtype="bfloat16", pin=True)
-    done = run_to_end([sys.executable, "-m", "shmload", "rm", "--all"])
-    assert done.returncode == 1
-    assert done.stdout.startswith("removed 1 segment,")
-    assert "still in use: 0.safetensors (bfloat16) by process" in done.stderr
-    assert resident() == {shards[0]}
-    del holder

@@ -1,7 +1,6 @@
 """A service starts, preloads, answers status requests and ends as documented."""
 
 import contextlib
-import os
 import re
 import select
 import signal
@@ -10,21 +9,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from serving import SERVE, children_of, wait_until
-from watching import until
+from serving import SERVE, wait_until
+from watching import children_of, until
 
 import shmload
 from shmload._segments.part import acquire
 from shmload._service.notice import end_service, require_service, service_status
-
-
-def test_second_start_says_that_one_is_running(service, new_child):
-    process = service()
-    other = new_child("from shmload._cli.main import main; main(['serve'])")
-    assert other.wait() == 1
-    assert f"(process {process.pid})" in other.errors
-    assert other.errors.count("\n") == 1
-    assert require_service().pid == process.pid
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGHUP", "shutdown"])
@@ -86,25 +76,12 @@ def test_preload_makes_resident_what_it_can(preload, shards, tmp_path):
 
 def test_preload_that_waits_for_another_builder_ends_with_the_service(preload, shards):
     with held_up(preload, shards[0]) as process:
-        children = children_of(process)
+        children = children_of(process.pid)
         process.process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
     assert "cannot preload" not in process.errors
     assert len(children) == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-
-
-def test_preloading_process_that_is_killed_is_an_error_in_the_log(preload, shards):
-    with held_up(preload, shards[0], shards[1]) as process:
-        (preloading,) = (
-            pid
-            for pid in children_of(process)
-            if b"warm" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        )
-        os.kill(preloading, signal.SIGKILL)
-        wait_until(lambda found: found.preloaded == 2)
-    said = f"ERROR cannot preload {shards[0]} --dtype bfloat16: its process ended (SIGKILL)"
-    assert said in process.errors
 
 
 def test_service_that_preloads_a_pipeline_imports_no_torch(preload, saved):
@@ -161,23 +138,3 @@ def test_killed_service_leaves_what_the_next_one_takes_over(service, checkpoint,
     assert command("status")[0] == 1
     assert service().pid == require_service().pid
     assert shmload.warm(checkpoint, dtype="bfloat16").read_nbytes == 0
-
-
-def test_metrics_on_a_port_in_use_are_refused_in_one_line(service, new_child):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        arguments = ["serve", "--metrics", f"127.0.0.1:{other.getsockname()[1]}"]
-        process = new_child(f"from shmload._cli.main import main; main({arguments})")
-        assert process.wait() == 1
-    assert "metrics cannot be served at 127.0.0.1 port" in process.errors
-    assert "Traceback" not in process.errors
-
-
-def test_status_can_be_read_by_people(service, checkpoint, command):
-    process = service()
-    shmload.warm(checkpoint, torch_dtype="bfloat16")
-    _, printed, _ = command("status")
-    assert f"process {process.pid}" in printed
-    assert "in 1 segment, 0 pinned, 0 in use" in printed
-    assert checkpoint.name in printed
