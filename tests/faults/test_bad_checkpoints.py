@@ -10,7 +10,6 @@ import os
 import shutil
 
 import pytest
-import torch
 from doors import decoding_door, every_door, refusal, view
 
 import shmload
@@ -27,47 +26,20 @@ def test_truncated_shard(checkpoint, door, length):
     assert error.wanted > error.got
 
 
-@every_door
-def test_truncated_shard_among_good_ones(folder, door):
-    shard = folder / "model-00002-of-00002.safetensors"
-    os.truncate(shard, shard.stat().st_size - 1)
-    refusal(door, folder, shmload.ShardTruncated, shard)
-
-
-def lie(content, old, new):
-    assert content.count(old) == 1
-    assert len(old) == len(new)
-    return content.replace(old, new)
-
-
+# What is there instead, and a part of the remedy.
 LIES = {
-    "length": lambda content: b"\xff" * 8 + content[8:],
-    "bytes behind": lambda content: content + b"x",
-    "shape": lambda content: lie(content, b"[50,100]", b"[50,101]"),
-    "dtype": lambda content: lie(content, b'"F32"', b'"F99"'),
-    "offsets": lambda content: lie(content, b"[0,56]", b"[8,64]"),
-    "json": lambda content: lie(content, b'"F32",', b'"F32"}'),
-    "twice": lambda content: lie(content, b'"b":{', b'"a":{'),
-}
-# What is there instead of safetensors, and a part of the remedy.
-OTHERS = {
-    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-    "page": (b"<!doctype html>" + bytes(99), "hf auth login"),
+    "length": (lambda content: b"\xff" * 8 + content[8:], "download it again"),
+    "bytes behind": (lambda content: content + b"x", "download it again"),
+    "pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "page": (lambda _: b"<!doctype html>" + bytes(99), "hf auth login"),
 }
 
 
 @every_door
 @pytest.mark.parametrize("kind", LIES)
 def test_lying_header(checkpoint, door, kind):
-    checkpoint.write_bytes(LIES[kind](checkpoint.read_bytes()))
-    refusal(door, checkpoint, shmload.ShardMalformed, checkpoint, "download it again")
-
-
-@every_door
-@pytest.mark.parametrize("kind", OTHERS)
-def test_file_of_another_kind(checkpoint, door, kind):
-    content, remedy = OTHERS[kind]
-    checkpoint.write_bytes(content)
+    lie, remedy = LIES[kind]
+    checkpoint.write_bytes(lie(checkpoint.read_bytes()))
     refusal(door, checkpoint, shmload.ShardMalformed, checkpoint, remedy)
 
 
@@ -92,30 +64,6 @@ def test_index_that_points_outside_its_directory(folder, door, name):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     refusal(door, folder, shmload.IndexMalformed, index, repr(name), "move its shards into")
-
-
-@pytest.mark.parametrize("door", [shmload.warm, shmload.plan, view])
-def test_pipeline_that_points_outside_its_directory(pipeline, door):
-    shutil.copytree(pipeline / "vae", pipeline.parent / "outside")
-    index = pipeline / "model_index.json"
-    index.write_text(json.dumps({"_class_name": "P", "../outside": ["nowhere", "Unknown"]}))
-    refusal(door, pipeline, shmload.IndexMalformed, index, "../outside", "download the checkpoint")
-
-
-@every_door
-def test_index_that_is_no_json(folder, door):
-    index = folder / "model.safetensors.index.json"
-    index.write_text("{")
-    refusal(door, folder, shmload.IndexMalformed, index, "JSON", "download the checkpoint again")
-
-
-@every_door
-@pytest.mark.parametrize("dtype", ["bfloat17", "int8", torch.int32, 16])
-def test_wrong_dtype(checkpoint, door, dtype):
-    error = refusal(
-        door, checkpoint, shmload.UnknownDtype, repr(dtype), "bfloat16", torch_dtype=dtype
-    )
-    assert isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize("door", [shmload.warm, shmload.plan, view])
@@ -180,15 +128,3 @@ def test_disk_that_fails_in_the_middle(checkpoint, door, monkeypatch):
 
     monkeypatch.setattr(fill.os, "preadv", fail)
     refusal(door, checkpoint, shmload.ShardUnreadable, checkpoint, "Input/output error")
-
-
-def test_disk_that_fails_a_worker(checkpoint, workers_that):
-    starts = workers_that(
-        """
-        def fail(*args):
-            raise OSError(5, os.strerror(5))
-        fill.os.preadv = fail
-        """
-    )
-    refusal(shmload.warm, checkpoint, shmload.ShardUnreadable, checkpoint, "Input/output error")
-    assert starts() == 1  # a second worker would fail too, so none is started

@@ -1,58 +1,21 @@
 """Faults of checkpoints raise the same errors through `load_pipeline`, and nothing is left."""
 
-import json
 import os
 
 import pytest
 import torch
 from doors import refusal
-from harm import DIE, append
+from harm import DIE
 
 import shmload
 
 
-def shard_of(source, component):
-    return min((source / component).glob("*.safetensors"))
-
-
-def truncate(source):
-    shard = shard_of(source, "text_encoder")
-    os.truncate(shard, shard.stat().st_size - 1)
-    return shard
-
-
-def lie(source):
-    append(shard := shard_of(source, "vae"))
-    return shard
-
-
-def remove(source):
-    shard = max((source / "transformer").glob("*.safetensors"))
-    shard.unlink()
-    return shard
-
-
-def point_outside(source):
-    (index,) = (source / "transformer").glob("*.index.json")
-    content = json.loads(index.read_text())
-    content["weight_map"] = dict.fromkeys(content["weight_map"], "../vae/other.safetensors")
-    index.write_text(json.dumps(content))
-    return index
-
-
-@pytest.mark.parametrize(
-    ("harm", "error", "dtype"),
-    [
-        (truncate, shmload.ShardTruncated, torch.bfloat16),
-        (truncate, shmload.ShardTruncated, torch.float32),  # the file itself is mapped
-        (lie, shmload.ShardMalformed, torch.bfloat16),
-        (remove, shmload.ShardMissing, torch.bfloat16),
-        (point_outside, shmload.IndexMalformed, torch.bfloat16),
-    ],
-)
-def test_pipeline_with_bad_files(copied, harm, error, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # the file itself is mapped
+def test_pipeline_with_a_bad_file(copied, dtype):
     source = copied("flux", sharded=True)
-    refusal(shmload.load_pipeline, source, error, harm(source), torch_dtype=dtype)
+    shard = min((source / "text_encoder").glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    refusal(shmload.load_pipeline, source, shmload.ShardTruncated, shard, torch_dtype=dtype)
 
 
 def test_pipeline_that_is_none(checkpoint, folder):

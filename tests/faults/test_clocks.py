@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from harm import STOP_ONCE
 from safetensors.torch import load_file
 from warming import CHILD, SHM, begun
 
@@ -30,14 +29,6 @@ def test_load_takes_no_jump_for_a_stall(large, configure, caplog, evicts):
     assert torch.equal(got["a"], load_file(large)["a"].bfloat16())
     assert caplog.messages == []
     assert [info.is_leased for info in shmload.segments()] == [True]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("jumping_clock")
-def test_stall_is_noticed_whatever_the_clock_says(checkpoint, workers_that):
-    starts = workers_that(STOP_ONCE, stall_timeout_s=1)
-    assert len(shmload.load_state_dict(checkpoint, torch.bfloat16)) == 2
-    assert starts() == 2
 
 
 @pytest.mark.slow

@@ -3,13 +3,10 @@
 The code runs in a child; its exit code and stderr show a crash.
 """
 
-import os
-
 import pytest
 from forking_python import FINALIZES
 from safetensors.torch import load_file, save_file
 from warming import TENSORS
-from watching import Watched, workers_of
 
 import shmload
 
@@ -79,57 +76,6 @@ def test_process_ends_with_tensors_alive(source, child, evicts, shm_names, kind)
     assert not any(info.is_leased for info in shmload.segments())
 
 
-PIPELINE = """
-import sys
-import shmload
-source, keep = sys.argv[1:]
-pipe = shmload.load_pipeline(source, torch_dtype="bfloat16", keep=keep == "True")
-print("LOADED", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [False, True])
-def test_process_ends_with_a_pipeline_alive(saved, child, new_child, evicts, shm_names, keep):
-    start = new_child if keep else child  # with shmload imported first, and after the libraries
-    process = start(PIPELINE, saved("flux"), keep)
-    process.expect("LOADED")
-    assert process.wait() == 0
-    assert "Traceback" not in process.errors
-    assert bool(shm_names()) == keep
-    assert not any(info.is_leased for info in shmload.segments())
-
-
-LOAD_ASIDE = """
-import os, sys, threading
-import shmload
-def stop(done, total):
-    os.write(1, b"AT\\n")  # print holds a lock a moment longer, which the end of Python wants
-    threading.Event().wait()
-def load():
-    shmload.load_state_dict(sys.argv[1], "bfloat16", progress=stop)
-threading.Thread(target=load, daemon=True).start()
-sys.stdin.readline()
-"""
-
-
-@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
-def test_process_ends_while_a_daemon_thread_loads(
-    large, child, configure, shm_names, inline_nbytes
-):
-    configure(inline_nbytes=inline_nbytes, workers=1)
-    process = child(LOAD_ASIDE, large)
-    process.expect("AT")
-    workers = Watched(workers_of(process.pid))
-    process.say()
-    assert_quiet_end(process)
-    workers.wait_for_the_end()
-    # Python does not join a daemon thread, so this end is like a kill.
-    (part,) = shm_names()
-    assert shmload.collect_garbage() == [part]
-    assert shm_names() == []
-
-
 # Forks --------------------------------------------------------------------------------------------
 
 
@@ -173,39 +119,6 @@ def test_forked_child_uses_the_tensors_and_its_end_does_not_disturb_the_parent(
     assert not any(info.is_leased for info in shmload.segments())
 
 
-def test_forked_child_keeps_the_lease_of_its_dead_parent(source, child, evicts):
-    process = child(LOAD + FORK + "signal.pause()", source, KINDS["resident"])
-    process.expect("TOTAL")
-    forked = Watched([int(process.expect("FORKED").split()[0])])
-    process.process.kill()
-    process.wait()
-    (info,) = shmload.segments()
-    assert info.is_leased
-    process.say()  # to the forked child, which has the same stdin
-    forked.wait_for_the_end()
-    assert not shmload.segments()[0].is_leased
-    assert [removed.name for removed in shmload.evict(info.name)] == [info.name]
-
-
-FORK_AND_LOAD = """
-if os.fork() == 0:
-    print("AGAIN", total(eval(expression)), flush=True)
-    sys.exit()
-print("ENDED", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30], ids=["worker", "inline"])
-def test_forked_child_loads_by_itself(source, child, configure, shm_names, inline_nbytes):
-    configure(inline_nbytes=inline_nbytes, workers=1)
-    process = child(LOAD + FORK_AND_LOAD, source, KINDS["private"])
-    assert float(process.expect("AGAIN")) == total(source, "private")
-    assert process.expect("ENDED") == "0"
-    assert_quiet_end(process)
-    assert shm_names() == []
-
-
 FORK_WITH_THREADS = """
 import faulthandler, os, sys
 import torch
@@ -242,30 +155,3 @@ def test_forked_child_waits_for_no_threads_of_its_parent(saved, child, shm_names
 
 
 # Closed segments ----------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_process_that_becomes_another_user_gives_its_leases_back(saved, child, evicts):
-    """As gunicorn's workers do, which load as root, fork, and give up their rights."""
-    code = """
-import gc, os, sys
-import shmload
-pipe = shmload.load_pipeline(sys.argv[1], keep=True, components=["vae"], progress=False)
-def held():
-    links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
-    return [link for link in links if "/dev/shm/shmload-" in link]
-pid = os.fork()
-if pid == 0:
-    assert held()
-    os.setgid(65534)
-    os.setuid(65534)
-    del pipe
-    gc.collect()
-    print("HELD", held(), flush=True)
-    sys.exit()
-assert os.waitpid(pid, 0)[1] == 0
-"""
-    process = child(code, saved("stable-diffusion"))
-    assert process.expect("HELD") == "[]"
-    assert process.wait() == 0, process.errors
-    assert "PermissionError" not in process.errors

@@ -94,36 +94,6 @@ def test_interrupted_pipeline_leaves_nothing(saved, child, configure, shm_names)
     assert shm_names() == []
 
 
-HANDLER = """
-import os, signal, sys
-os.setpgid(0, 0)
-signal.signal(signal.SIGINT, lambda *_: print("HANDLED", flush=True))
-import shmload
-def stop(done, total):
-    if done < total:
-        print("AT", flush=True)
-        sys.stdin.readline()
-report = shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=stop)
-print("READ", report.read_nbytes, flush=True)
-"""
-
-
-def test_interrupt_that_the_caller_handles_is_nothing_to_its_workers(
-    large, child, configure, evicts
-):
-    configure(inline_nbytes=0, workers=1)
-    process = child(HANDLER, large)
-    process.expect("AT")
-    os.killpg(process.pid, signal.SIGINT)
-    process.expect("HANDLED")
-    process.process.stdin.close()
-    while (word := process._read_line().split()[0]) == "AT":
-        pass
-    assert word == "READ"
-    assert process.wait() == 0
-    assert process.errors == ""  # no message about a lost worker either
-
-
 CUT_SHORT = """
 import sys
 import shmload

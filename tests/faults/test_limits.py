@@ -9,12 +9,10 @@ import sys
 import numpy as np
 import pytest
 from children import run_to_end
-from click.testing import CliRunner
 from doors import decoding_door, refusal
 from safetensors.numpy import save_file
 
 import shmload
-from shmload._cli.main import main
 from shmload._decoding.worker_process import WorkerProcess
 from shmload._host import procs
 
@@ -54,14 +52,6 @@ def test_size_of_files(checkpoint, shm_names, door):
     assert shm_names() == []
 
 
-def test_command_says_it_in_one_line(checkpoint, shm_names):
-    with file_size(1000):
-        done = CliRunner().invoke(main, ["warm", str(checkpoint)])
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"shmload: {checkpoint}: its segment takes ")
-    assert shm_names() == []
-
-
 MANY = """
 import os, resource, sys
 import shmload
@@ -85,22 +75,6 @@ def test_hard_limit_of_open_files_is_named_with_the_remedy(many, child, shm_name
     assert "too many open files" in said
     assert "ulimit -n 65536" in said
     assert shm_names() == []
-
-
-def test_limit_of_open_files_is_named_where_a_worker_cannot_start(child, shm_names):
-    limited = """
-import os, resource, shmload
-from shmload._decoding.worker_process import WorkerProcess
-soft = len(os.listdir("/proc/self/fd")) + 1
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
-try:
-    WorkerProcess()
-except shmload.CapacityError as exc:
-    print("REFUSED", exc.limit, exc.available == soft, exc, flush=True)
-"""
-    said = child(limited).expect("REFUSED")
-    assert said.startswith("RLIMIT_NOFILE True a worker process: too many open files")
-    assert "ulimit -n 65536" in said
 
 
 def test_limit_of_processes_is_named(monkeypatch):

@@ -97,36 +97,6 @@ def test_shm_too_small_is_said_before_anything_is_read(large, in_small_shm):
     assert left == "0 0"  # no bytes read, no names left
 
 
-WITH_A_SERVICE = """
-import contextlib, sys
-import shmload
-from shmload._service.keeper import Keeper
-with contextlib.closing(Keeper(40 << 30)) as keeper:
-    for path in sys.argv[1:]:
-        pin = path is sys.argv[1]
-        try:
-            shmload.warm(path, dtype="bfloat16", pin=pin)
-        except shmload.CapacityError as exc:
-            print(exc)
-        keeper.sweep()
-    print(*(info.source for info in shmload.segments()))
-"""
-
-
-@pytest.mark.slow
-def test_loads_evict_for_room_that_the_budget_does_not_know_of(large, tmp_path, in_small_shm):
-    paths = [tmp_path / f"{number}.safetensors" for number in range(4)]
-    for path in paths:
-        save_file({"a": torch.zeros(2_500_000)}, path)  # 4.8 of 16 MiB
-    left = in_small_shm("-c", WITH_A_SERVICE, *paths).stdout.splitlines()[-1]
-    assert left == f"{paths[0]} {paths[2]} {paths[3]}"  # the first is pinned
-    refused, left = in_small_shm(
-        "-c", WITH_A_SERVICE, paths[0], paths[1], large
-    ).stdout.splitlines()
-    assert "19.08 MiB needed in shared memory but /dev/shm leaves 11." in refused
-    assert left == f"{paths[0]} {paths[1]}"  # nothing is evicted without need
-
-
 def test_shm_that_fills_up_in_the_middle(tmp_path, in_small_shm, configure):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(8_000_000)}, path)
@@ -246,11 +216,6 @@ def test_no_room_in_the_control_group(large, door, cgroup):
     )
     assert (error.needed >> 20, error.available, error.errno) == (19, 6 << 20, errno.ENOSPC)
     assert isinstance(error, OSError)
-
-
-def test_room_in_the_control_group(large, cgroup):
-    cgroup(1 << 30, (1 << 30) - (90 << 20))
-    state_dict(large, torch.bfloat16)
 
 
 @decoding_door

@@ -8,7 +8,7 @@ from weight import assert_right
 import shmload
 from shmload._host.shm import is_named
 from shmload._segments.names import part_name
-from shmload._segments.part import Part, acquire
+from shmload._segments.part import acquire
 from shmload.errors import SegmentError
 
 _SHM = Path("/dev/shm")
@@ -42,15 +42,8 @@ def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment
         begun.append(acquire(segment))
 
     before_decoding(begin_anew)
-    for load in (shmload.warm, shmload.load_state_dict):
-        if load is shmload.warm:
-            with pytest.raises(SegmentError):
-                load(shard, dtype="bfloat16")
-        else:
-            begun.pop().close()
-            assert_right(load(shard, "bfloat16"))
-        (part,) = begun
-        assert isinstance(part, Part)
-        assert is_named(part.fd, part_name(segment))
-        assert shmload.segments() == []
+    assert_right(shmload.load_state_dict(shard, "bfloat16"))
+    (part,) = begun
+    assert is_named(part.fd, part_name(segment))
+    assert shmload.segments() == []
     part.close()
