@@ -1,13 +1,11 @@
 """A stand-in for the hub on the loopback: what huggingface_hub asks of it to download models.
 
-It has one repository, perhaps private. It can hold answers back, refuse files and cut them short,
-and it knows what was asked. Nothing else on the network is asked for anything.
+It has one repository, perhaps private. It can hold answers back and refuse files, and it knows what
+was asked. Nothing else on the network is asked for anything.
 """
 
 import hashlib
 import json
-import threading
-import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -22,60 +20,28 @@ if TYPE_CHECKING:
 
 # Files with these are stored apart on the hub, and known by their sha256.
 _LARGE = (".safetensors", ".bin")
-_BLOCK_NBYTES = 1 << 20
-
-
-class Stored:
-    """One file of a repository."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.nbytes = path.stat().st_size
-        self.is_large = path.name.endswith(_LARGE)
-        content = hashlib.sha256() if self.is_large else hashlib.sha1(b"blob %d\0" % self.nbytes)
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_NBYTES):
-                content.update(block)
-        self.etag = content.hexdigest()
-
-    def entry(self, name: str) -> dict[str, Any]:
-        """Return it as the list of a repository's tree has it."""
-        found: dict[str, Any] = {"type": "file", "path": name, "size": self.nbytes}
-        found["oid"] = self.etag[:40]
-        if self.is_large:
-            found["lfs"] = {"oid": self.etag, "size": self.nbytes, "pointerSize": 134}
-        return found
 
 
 class HubServer:
-    """Serves one repository, `org/name`, until it is closed; a context.
-
-    Args:
-        port: to listen at; 0 for any.
-    """
+    """Serves one repository, `org/name`, until it is closed; a context."""
 
     repo_id = "org/name"
 
-    def __init__(self, port: int = 0) -> None:
-        self.commits: dict[str, dict[str, Stored]] = {}
+    def __init__(self) -> None:
+        self.commits: dict[str, dict[str, bytes]] = {}
         """The files of each commit by their names."""
         self.branches: dict[str, str] = {}
         """The commit of each branch."""
         self.token = ""
         """What a request must bring; empty if the repository is public."""
         self.trouble: Callable[[str], str] = lambda name: ""
-        """Called before the bytes of a file are sent; it may block. Returns what goes wrong: `403`,
-        `cut`, or nothing."""
-        self.rate = 0.0
-        """The most that it sends in all, in bytes per second; 0 for no limit."""
+        """Called before the bytes of a file are sent; it may block. Returns `403` to refuse it."""
         self.asked: list[str] = []
-        """The files whose bytes were asked for, in this order; those of a rest have a `+`."""
+        """The files whose bytes were asked for, in this order."""
         self.requests = 0
         """How many requests came, for anything."""
-        self._sending = threading.Lock()
-        self._free_at = 0.0
         handler = type("Handler", (_Handler,), {"of": self})
-        self._server = LoopbackServer(handler, port)
+        self._server = LoopbackServer(handler)
 
     def __enter__(self) -> Self:
         return self
@@ -91,8 +57,8 @@ class HubServer:
     def publish(self, folder: Path, branch: str = "main") -> str:
         """Commit all files of a folder to a branch, and return the commit."""
         found = sorted(path for path in folder.rglob("*") if path.is_file())
-        files = {str(path.relative_to(folder)): Stored(path) for path in found}
-        known = "".join(f"{name} {stored.etag}\n" for name, stored in files.items())
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in found}
+        known = "".join(f"{name} {_digest(name, files[name])}\n" for name in files)
         commit = hashlib.sha1(known.encode()).hexdigest()
         self.commits[commit] = files
         self.branches[branch] = commit
@@ -112,14 +78,6 @@ class HubServer:
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
         reset_sessions()
 
-    def wait_for_turn(self, nbytes: int) -> None:
-        """Wait until so many bytes may be sent."""
-        if self.rate:
-            with self._sending:
-                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.rate
-                until = self._free_at
-            time.sleep(max(0.0, until - time.monotonic()))
-
 
 def reset_sessions() -> None:
     """Drop the connections of huggingface_hub, which depend on whether it is offline."""
@@ -128,6 +86,20 @@ def reset_sessions() -> None:
     reset = getattr(utils, "close_session", None) or getattr(utils, "reset_sessions", None)
     assert reset
     reset()
+
+
+def _digest(name: str, content: bytes) -> str:
+    if name.endswith(_LARGE):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    """Return a file as the list of a repository's tree has it."""
+    digest = _digest(name, content)
+    found = {"type": "file", "path": name, "size": len(content), "oid": digest[:40]}
+    large = {"oid": digest, "size": len(content), "pointerSize": 134}
+    return found | ({"lfs": large} if name.endswith(_LARGE) else {})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -160,62 +132,39 @@ class _Handler(BaseHTTPRequestHandler):
         elif action == "resolve":
             self._send_file(files, commit, name)
         elif action == "tree":
-            self._send_json([stored.entry(name) for name, stored in files.items()])
+            self._send_json([_entry(*each) for each in files.items()])
         else:
             siblings = [{"rfilename": name} for name in files]
             self._send_json({"id": self.of.repo_id, "sha": commit, "siblings": siblings})
 
-    def _send_file(self, files: dict[str, Stored], commit: str, name: str) -> None:
-        stored = files.get(name)
-        if stored is None:
+    def _send_file(self, files: dict[str, bytes], commit: str, name: str) -> None:
+        if name not in files:
             self._refuse(404, "EntryNotFound", f"{name} does not exist", commit)
             return
-        begin, status = 0, 200
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{stored.etag}"', "Accept-Ranges": "bytes"}
-        if stored.is_large:
-            headers["X-Linked-Etag"] = headers["ETag"]
-            headers["X-Linked-Size"] = str(stored.nbytes)
-        if given := self.headers["Range"]:
-            begin, status = int(given.removeprefix("bytes=").partition("-")[0]), 206
-            headers["Content-Range"] = f"bytes {begin}-{stored.nbytes - 1}/{stored.nbytes}"
-        end = stored.nbytes
         if self.command == "GET":
-            self.of.asked.append(f"{name}+" if begin else name)
-            trouble = self.of.trouble(name)
-            if trouble == "403":
+            self.of.asked.append(name)
+            if self.of.trouble(name) == "403":
                 self._refuse(403, "GatedRepo", f"Access to {name} is restricted", commit)
                 return
-            if trouble == "cut":
-                end = begin + (end - begin) // 2
-        self._begin(status, headers | {"Content-Length": str(stored.nbytes - begin)})
-        if self.command == "GET":
-            self._send_bytes(stored.path, begin, end)
-
-    def _send_bytes(self, path: Path, begin: int, end: int) -> None:
-        with path.open("rb") as file:
-            file.seek(begin)
-            while begin < end:
-                block = file.read(min(_BLOCK_NBYTES, end - begin))
-                begin += len(block)
-                self.of.wait_for_turn(len(block))
-                try:
-                    self.wfile.write(block)
-                except ConnectionError:  # who asked has given up
-                    return
+        tag = f'"{_digest(name, files[name])}"'
+        headers = {"X-Repo-Commit": commit, "ETag": tag}
+        if name.endswith(_LARGE):
+            headers |= {"X-Linked-Etag": tag, "X-Linked-Size": str(len(files[name]))}
+        self._send(200, files[name], headers)
 
     def _send_json(self, content: object) -> None:
-        body = json.dumps(content).encode()
-        self._begin(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
-        if self.command == "GET":
-            self.wfile.write(body)
+        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str, message: str, commit: str = "") -> None:
-        headers = {"X-Error-Code": code, "X-Error-Message": message, "Content-Length": "0"}
-        self._begin(status, headers | ({"X-Repo-Commit": commit} if commit else {}))
+        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        self._send(status, b"", headers | ({"X-Repo-Commit": commit} if commit else {}))
 
-    def _begin(self, status: int, headers: dict[str, str]) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         self.close_connection = True
-        for name, value in {**headers, "Connection": "close"}.items():
+        headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)

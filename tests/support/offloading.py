@@ -154,7 +154,6 @@ _LEAVES = {"offload_type": "leaf_level"}
 _STREAMS = {"use_stream": True}
 _LITTLE = _STREAMS | {"low_cpu_mem_usage": True}
 CALLS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
-    "none": (_nothing, generate),
     "to": (_nothing, _visit),
     "modules": (_nothing, _visit_by_modules),
     "model": (lambda pipe: pipe.enable_model_cpu_offload(device=DEVICE), generate),
@@ -163,9 +162,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "manager": (_offload_by_manager, generate),
     "blocks": (partial(_offload_in_groups, **_BLOCKS), generate),
     "leaves": (partial(_offload_in_groups, **_LEAVES), generate),
-    "streams-blocks": (partial(_offload_in_groups, **_BLOCKS, **_STREAMS), generate),
     "streams-leaves": (partial(_offload_in_groups, **_LEAVES, **_STREAMS), generate),
-    "streams-little-blocks": (partial(_offload_in_groups, **_BLOCKS, **_LITTLE), generate),
     "streams-little-leaves": (partial(_offload_in_groups, **_LEAVES, **_LITTLE), generate),
 }
 """What a program does with a pipeline: once, and for each picture."""

@@ -162,9 +162,6 @@ class ForkedProgram:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self):
-        self.send_signal(signal.SIGTERM)
-
     def _wait(self, timeout):
         if self.returncode is None and self._has_ended(timeout):
             self.returncode = self._warm_python.ask({"reap": self.pid})

@@ -56,20 +56,6 @@ def test_healthy_machine_has_nine_findings_and_no_remedy(facts):
     assert all((each.remedy is None) == (each.state == "ok") for each in found.values())
 
 
-@pytest.mark.parametrize(
-    ("free", "state", "why"),
-    [
-        (64 << 20, "bad", "almost no model fits"),
-        (GIB, "warn", "a small pipeline takes 2.51 GiB"),
-        (4 * GIB, "ok", "available"),
-    ],
-)
-def test_room_is_judged_by_the_sizes_of_models(facts, free, state, why):
-    found = facts(machine_free_nbytes=free)["memory"]
-    assert found.state == state
-    assert why in found.detail
-
-
 def test_room_is_judged_by_what_a_source_takes(facts, tmp_path):
     source = tmp_path / "a.safetensors"
     save_file(TENSORS, source)

@@ -1,7 +1,6 @@
 """Processes that shmload starts begin with the right state, and their ends are reported."""
 
 import functools
-import os
 import signal
 import socket
 import subprocess
@@ -21,13 +20,6 @@ def program(tmp_path, monkeypatch):
         return functools.partial(start, "program")
 
     return write
-
-
-def test_end_of_a_child_is_named(program):
-    child = program("sys.exit(int(sys.argv[1]))")("3")
-    assert child.end(60, ask=False) == "exit code 3"
-    assert child.has_exited
-    assert child.close() == "exit code 3"
 
 
 @pytest.mark.parametrize(
@@ -68,23 +60,6 @@ def test_child_gets_no_interrupt_of_its_group(program):
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_channel_leads_to_the_child_and_names_the_parent(program):
-    code = "socket.socket(fileno=int(sys.argv[1])).sendall(sys.argv[2].encode())"
-    child = program(code)(channel_timeout_s=60)
-    assert child.channel.recv(100) == str(os.getpid()).encode()
-    assert child.end(60, ask=False) == "exit code 0"
-
-
-def test_output_is_kept_and_its_end_can_be_read(program):
-    child = program("print('x' * 10_000, flush=True); print('end', file=sys.stderr)")(
-        channel_timeout_s=60
-    )
-    assert child.how_it_ended() == "exit code 0"
-    assert child.output().endswith("x\nend")
-    assert len(child.output()) < 5000
-    child.close()
-
-
 def test_default_timeout_of_the_parents_sockets_is_not_the_childs(program):
     code = """
 from shmload._host.frames import take_channel
@@ -99,14 +74,6 @@ channel.sendall(str(os.get_blocking(channel.fileno())).encode())
         socket.setdefaulttimeout(before)
     assert child.channel.recv(100) == b"True"
     assert child.end(60, ask=False) == "exit code 0"
-
-
-def test_child_that_cannot_be_started_leaves_nothing(program, monkeypatch):
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError):
-        program("")(channel_timeout_s=60)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_environment_of_a_child_has_nothing_of_systemd(monkeypatch):

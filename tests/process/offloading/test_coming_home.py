@@ -91,19 +91,6 @@ for change in {CHANGES}:
 """)
 
 
-def test_weight_that_was_changed_on_the_host_stays_changed(program):
-    program("""
-weight = pipe.unet.conv_in.weight
-for _ in range(2):
-    with torch.no_grad():
-        weight.add_(1)
-    changed = weight.detach().clone()
-    pipe.unet.to(o.DEVICE)
-    pipe.unet.to("cpu")
-    assert torch.equal(weight, changed)
-""")
-
-
 def test_another_dtype_or_layout_is_made(program):
     program("""
 pipe.unet.to(o.DEVICE)

@@ -105,51 +105,6 @@ else:
     )
 
 
-def test_fused_lora_comes_back_and_the_rest_comes_home(offloading, saved):
-    offloading(
-        saved("stable-diffusion"),
-        f"""{BEGIN}
-from peft import LoraConfig
-pipe = o.load(SOURCE)
-whole = len(list(pipe.unet.parameters()))
-pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
-pipe.unet.fuse_lora()
-wanted = {{key: each.clone() for key, each in pipe.unet.state_dict().items()}}
-for _ in range(2):
-    pipe.unet.to(o.DEVICE)
-    pipe.unet.to("cpu")
-    found = pipe.unet.state_dict()
-    assert all(torch.equal(found[key], each) for key, each in wanted.items())
-    private = o.outside(pipe.unet)
-    assert private and all("to_q" in name for name in private), private
-pipe.unet.unfuse_lora()
-pipe.unet.unload_lora()
-pipe.unet.to(o.DEVICE)
-pipe.unet.to("cpu")
-assert all("to_q" in name for name in o.outside(pipe.unet))
-""",
-    )
-
-
-def test_result_on_a_device_is_not_kept(offloading, saved):
-    offloading(
-        saved("stable-diffusion"),
-        f"""{BEGIN}
-from pathlib import Path
-from shmload._building.keys import key_of
-from shmload._building.remembered import once
-def make(number, device):
-    key = key_of((Path(sys.argv[1]),), dict(number=number))
-    return once(key, lambda _: torch.nn.Linear(2, 2).to(device), keep=True)
-for _ in range(2):
-    torch.manual_seed(0)
-    assert make(0, o.DEVICE).weight.device.type == "standin"
-(segment,) = shmload.segments()
-assert segment.kept == "nothing: its weights are on a device"
-""",
-    )
-
-
 def test_segment_is_in_use_once_its_weights_came_home(offloading, saved):
     offloading(
         saved("stable-diffusion"),

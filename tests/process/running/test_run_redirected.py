@@ -128,16 +128,15 @@ def test_options_that_turn_variables_off_are_refused(running):
 @pytest.mark.usefixtures("evicts")
 def test_unchanged_program_gives_the_same(running, saved, tmp_path, warm_python):
     script, source = Path(example_training.__file__), saved("stable-diffusion")
-    given = ["--pretrained_model_name_or_path", str(source), "--output_dir"]
     names = ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "SHMLOAD_REMEMBER", "XDG_CACHE_HOME")
     environment = {name: running.environment[name] for name in ("PATH", "HOME", "XDG_RUNTIME_DIR")}
     environment |= {name: os.environ[name] for name in names}
     # There can be no such template: the program is run in the ordinary way.
     environment["SHMLOAD_RUN_IMPORTS"] = "no_such_module"
     options = ["-v", "--redirect"]
-    plain = warm_python.run(script, *given, tmp_path / "plain")
+    plain = warm_python.run(script, source, tmp_path / "plain")
     redirected = running.shmload(
-        "run", *options, str(script), *given, str(tmp_path / "other"), environment=environment
+        "run", *options, str(script), str(source), str(tmp_path / "other"), environment=environment
     )
     assert redirected.returncode == 0, redirected.stderr
     assert redirected.stdout == plain.stdout

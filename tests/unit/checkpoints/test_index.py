@@ -36,8 +36,6 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
     max_leaves=8,
 )
-_names = _texts | st.just(_SHARD)
-_entries = st.lists(_names | _scalars | st.sampled_from(["diffusers", "AutoencoderKL"]), max_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +108,6 @@ def test_any_json_as_an_index_is_refused_or_names_shards_beside_it(component, co
     shards_or_refusal(index_of(component, content))
 
 
-@given(st.dictionaries(_texts | st.just("vae"), _entries | _json, max_size=4) | _json)
-def test_any_model_index_is_refused_or_names_components_below_it(pipeline, index):
-    with changed(pipeline / FILES[0], index):
-        shards_or_refusal(pipeline)
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_every_cut_and_every_changed_byte_is_a_source_or_a_typed_error(pipeline, file):
     path = pipeline / file
@@ -137,15 +129,11 @@ def test_every_cut_and_every_changed_byte_is_a_source_or_a_typed_error(pipeline,
     {
         "nothing": b"",
         "not UTF-8": b'{"a":"\xff\xfe"}',
-        "a zero byte": b'{"a":"\0"}',
         "a number without end": b'{"a":' + b"9" * 100_000 + b"}",
         "no object": b"[]",
-        "null": b"null",
-        "two objects": b"{}{}",
         "arrays without end": b'{"a":' + b"[" * 1_000_000,
         "deep arrays": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        "deep objects in the map": b'{"weight_map":{"a":' + b'{"a":' * 100_000,
     }.items(),
     ids=lambda item: item[0] if isinstance(item, tuple) else "",
 )
@@ -173,14 +161,6 @@ def test_name_that_leads_elsewhere_is_malformed(component, pipeline, name):
 @pytest.mark.parametrize("name", ["a\0b", "\0", "\ud800", "a" * 300, "é" * 200, "~", " "])
 def test_name_that_no_file_can_have_is_missing(component, name):
     assert type(refusal(index_of(component, {"weight_map": {"a": name}}))) is ShardMissing
-
-
-@pytest.mark.parametrize("name", [1, None, True, 1.5, [], {}, [_SHARD], {"a": _SHARD}])
-def test_weight_map_of_what_is_no_name_is_malformed(component, name):
-    (component / str(name)).touch()
-    error = refusal(index_of(component, {"weight_map": {"a": name}}))
-    (component / str(name)).unlink()
-    assert type(error) is IndexMalformed
 
 
 # Files --------------------------------------------------------------------------------------------

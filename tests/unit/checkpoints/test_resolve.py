@@ -96,7 +96,6 @@ _EMBEDS = ["learned_embeds.safetensors"]
     ("files", "variant", "wanted"),
     [
         ({f"{_D}.safetensors": b""}, None, [f"{_D}.safetensors"]),
-        ({f"{_T}.safetensors": b""}, None, [f"{_T}.safetensors"]),
         # A component without the variant falls back to its plain files.
         ({f"{_D}.safetensors": b""}, "fp16", [f"{_D}.safetensors"]),
         ({f"{_D}.safetensors": b"", f"{_D}.fp16.safetensors": b""}, None, [f"{_D}.safetensors"]),
@@ -134,17 +133,6 @@ _EMBEDS = ["learned_embeds.safetensors"]
             },
             None,
             ["a.safetensors", "b.safetensors"],
-        ),
-        (
-            {
-                f"{_T}.safetensors.index.fp16.json": index_of(
-                    f"{_T}.fp16-00001-of-00001.safetensors"
-                ),
-                f"{_T}.fp16-00001-of-00001.safetensors": b"",
-                f"{_T}.safetensors": b"",
-            },
-            "fp16",
-            [f"{_T}.fp16-00001-of-00001.safetensors"],
         ),
         # Only the variant is there: it must be asked for.
         ({f"{_D}.fp16.safetensors": b""}, "fp16", [f"{_D}.fp16.safetensors"]),

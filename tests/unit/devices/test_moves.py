@@ -98,19 +98,6 @@ def test_tensor_that_is_no_run_of_bytes_goes_the_ordinary_way(tensor):
     assert torch.equal(module.weight.detach(), torch.arange(9.0))
 
 
-def test_overlapping_tensors_all_arrive():
-    whole = torch.arange(3000, dtype=torch.uint8)
-    module = nn.Module()
-    module.register_buffer("whole", whole)
-    module.register_buffer("first", whole[:100])
-    module.register_buffer("middle", whole[1000:2000])
-    module.register_buffer("last", whole[2990:])
-    wanted = contents(module)
-    device = LateDevice()
-    move(module, lambda path: device)
-    assert_same(module, wanted)
-
-
 def test_device_that_shares_the_hosts_memory_gets_a_copy_of_what_torch_moves(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 64)

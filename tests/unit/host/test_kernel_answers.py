@@ -6,7 +6,6 @@ import stat
 import pytest
 from privileges import no_privileges
 
-from shmload._host.descriptors import try_lock, wait_lock
 from shmload._host.files import open_source
 from shmload._host.shm import SHM_DIR, shm_open, shm_rename, shm_unlink
 from shmload.errors import SegmentUntrusted, ShardUnreadable
@@ -78,16 +77,6 @@ def test_name_that_another_user_has_is_not_replaced(name):
 
 
 # Locks --------------------------------------------------------------------------------------------
-
-
-def test_waiting_for_a_lock_ends_with_the_lock_or_the_deadline(fd, name):
-    other = shm_open(name)
-    try:
-        assert try_lock(other, exclusive=True)
-        assert not wait_lock(fd, exclusive=False, timeout_s=0.03)
-    finally:
-        os.close(other)
-    assert wait_lock(fd, exclusive=False, timeout_s=0.0)
 
 
 # Source files -------------------------------------------------------------------------------------

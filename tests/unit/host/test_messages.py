@@ -67,15 +67,6 @@ def test_frame_may_be_as_long_as_the_limit_and_no_longer(pair, monkeypatch):
         inbox.next_frame()
 
 
-def test_absurd_length_is_refused_before_anything_is_kept(pair):
-    ours, theirs = pair
-    inbox = Inbox(theirs)
-    ours.sendall((0xFFFFFFFF).to_bytes(4, "big"))
-    assert inbox.receive()
-    with pytest.raises(ProtocolError, match="4294967295 bytes"):
-        inbox.next_frame()
-
-
 def test_length_that_is_only_claimed_takes_no_memory(pair):
     ours, theirs = pair
     inbox = Inbox(theirs)

@@ -29,26 +29,9 @@ def way(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("page", [0, 100, 255])
-def test_page_that_was_written_to_is_this_processs_own(fd, page):
-    os.ftruncate(fd, 256 * PAGE_NBYTES)
-    os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
-        (mapping,) = mappings({inode_of(os.fstat(fd))})
-        assert not has_own_pages(mapping.start, mapping.end)
-        assert sum(mapped[::PAGE_NBYTES]) == 256
-        assert not has_own_pages(mapping.start, mapping.end)  # reading makes none
-        mapped[page * PAGE_NBYTES] = 2
-        assert has_own_pages(mapping.start, mapping.end)
-        at = mapping.start + page * PAGE_NBYTES
-        assert has_own_pages(at, at + PAGE_NBYTES)
-        other = mapping.start + (page + 1) % 256 * PAGE_NBYTES
-        assert not has_own_pages(other, other + PAGE_NBYTES)
-
-
 @pytest.mark.parametrize("place", [0, 100, 255])
 @pytest.mark.parametrize("access", ["read", "write"])
-def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
+def test_page_is_known_to_be_touched_and_to_be_this_processs_own(fd, access, place):
     os.ftruncate(fd, 256 * PAGE_NBYTES)
     os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
     with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
@@ -59,13 +42,16 @@ def test_touched_page_is_told_from_one_that_is_not(fd, access, place):
             assert mapped[place * PAGE_NBYTES] == 1
         else:
             mapped[place * PAGE_NBYTES] = 2
-        assert is_touched(mapping.start, mapping.end)
         page = mapping.start + place * PAGE_NBYTES
-        assert is_touched(page, page + PAGE_NBYTES)
+        for start, end in ((mapping.start, mapping.end), (page, page + PAGE_NBYTES)):
+            assert is_touched(start, end)
+            assert has_own_pages(start, end) == (access == "write")
         # Only pages that lie completely in the range count.
         assert not is_touched(page + 1, page + PAGE_NBYTES)
         assert not is_touched(page, page + PAGE_NBYTES - 1)
         assert not is_touched(page, page)
+        other = mapping.start + (place + 1) % 256 * PAGE_NBYTES
+        assert not has_own_pages(other, other + PAGE_NBYTES)
 
 
 def test_range_that_the_kernel_hides_may_have_any_pages(monkeypatch):

@@ -11,7 +11,6 @@ from placing import block, blocks, flux, leaf, model
 from shmload import ArgumentError, UnknownComponent
 from shmload._placement.device_map import expand, number_patterns, parse_device_map
 from shmload._placement.inventory import parse_inventory
-from shmload._placement.placement import print_device_map
 
 INVENTORY = parse_inventory("4x80GiB")
 
@@ -132,10 +131,3 @@ def test_number_patterns_match_these_numbers_and_no_others(numbers):
     tree = (model("", *(block(str(number)) for number in range(131))),)
     devices = _devices({"": 0} | dict.fromkeys(patterns, 1), tree)
     assert {int(path) for path, device in devices.items() if device == "cuda:1"} == numbers
-
-
-def test_printed_map_is_python():
-    device_map = {"transformer": "cuda:0", "transformer.blocks.[12]": "offload"}
-    names: dict[str, object] = {}
-    exec(print_device_map(device_map), names)
-    assert names["device_map"] == device_map

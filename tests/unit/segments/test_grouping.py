@@ -6,7 +6,7 @@ import pytest
 from shmload._checkpoints.source import Source
 from shmload._segments.listing import SegmentInfo, describe_user
 from shmload._segments.metadata import Metadata, home_of
-from shmload._segments.models import find_models, select
+from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix
 
 
@@ -73,15 +73,6 @@ def test_what_a_load_has_built_is_with_the_files_of_its_model():
 def test_models_of_one_name_are_called_by_their_paths():
     other = segment("7", root="/n/sd15", component="unet")
     assert [model.name for model in find_models([UNET, other])] == ["/m/sd15", "/n/sd15"]
-
-
-def test_url_or_publication_is_chosen_by_its_name():
-    remote = segment("9", model="s3://bucket/a/sd", root="/cache/remote/1")
-    version = segment("a", model="", root="", source="shm:style@2")
-    found = [remote, version, UNET]
-    assert select(["s3://bucket/a/"], found) == [remote]
-    assert select(["shm:style"], found) == select(["shm:style@2"], found) == [version]
-    assert select([], found) == found
 
 
 def home(model, root, component="", variant=""):

@@ -87,35 +87,6 @@ def lay_out_file(fd, dtype_of, metadata=_NO_METADATA):
     return lay_out(read_header(fd, "model.safetensors"), dtype_of, metadata)
 
 
-def run_nbytes(run):
-    return run.count * NBITS[run.target] // 8
-
-
-@given(_tensors, _targets)
-def test_pieces_cover_the_data_once_in_order_and_are_small(described, target):
-    content = safetensors.torch.save(make_tensors(described))
-    with small_pieces(), in_memory(content) as fd:
-        layout = lay_out_file(fd, converting(target))
-        header = read_header(fd, "model.safetensors")
-        position, begin = len(layout.header), len(layout.header)
-        for number, piece in enumerate(layout.pieces):
-            assert piece
-            for run in piece:
-                assert run.target_offset == position
-                assert run.count > 0
-                position += run_nbytes(run)
-            is_last = number == len(layout.pieces) - 1
-            assert position - begin == _PIECE_NBYTES or (
-                is_last and position - begin < _PIECE_NBYTES
-            )
-            begin = position
-        assert position == layout.nbytes == len(layout.header) + layout.data_nbytes
-        read = sum(r.count * NBITS[r.source] // 8 for piece in layout.pieces for r in piece)
-        assert (
-            read == header.data_nbytes == len(content) - 8 - int.from_bytes(content[:8], "little")
-        )
-
-
 @given(
     _tensors,
     _targets,
@@ -174,27 +145,6 @@ def scatter(header, content, at_random):
         specs.append(TensorSpec(spec.name, spec.dtype, spec.shape, begin, len(scattered)))
     at_random.shuffle(specs)
     return Header(tensors=tuple(specs), metadata=header.metadata, data_offset=0), bytes(scattered)
-
-
-def fill(layout, source):
-    with in_memory() as fd:
-        os.ftruncate(fd, layout.nbytes)
-        os.pwrite(fd, layout.header, 0)
-        filler = Filler()
-        for piece in layout.pieces:
-            filler.fill(Reading(source), fd, piece, lambda _: None)
-        return dict(safetensors.deserialize(os.pread(fd, layout.nbytes, 0)))
-
-
-@given(_tensors, _targets, st.randoms(use_true_random=False))
-def test_any_order_of_a_shards_bytes_makes_the_same_tensors(described, target, at_random):
-    content = safetensors.torch.save(make_tensors(described))
-    with small_pieces(), in_memory(content) as fd:
-        header = read_header(fd, "shard")
-        wanted = fill(lay_out(header, converting(target), Metadata()), fd)
-        header, content = scatter(header, content, at_random)
-        with in_memory(content) as scattered:
-            assert fill(lay_out(header, converting(target), Metadata()), scattered) == wanted
 
 
 @given(_tensors, _targets, st.randoms(use_true_random=False))

@@ -2,14 +2,10 @@
 
 import pytest
 
-from shmload._checkpoints import objects
-from shmload._checkpoints.remote import FetchError, RemoteObject
 from shmload._segments.pieces import Run
-from shmload.workers.reader import RANGE_NBYTES, FillError, Reader, is_one_range, join
+from shmload.workers.reader import RANGE_NBYTES, is_one_range, join
 
 MB = 1 << 20
-CONTENT = bytes(range(251)) * 100_000
-OBJECT = RemoteObject(url="s3://b/model.safetensors", nbytes=len(CONTENT), tag="t")
 
 
 def span(offset, nbytes):
@@ -43,38 +39,3 @@ def test_spans_are_joined(spans, wanted):
     assert list(map(ends, found)) == wanted
     assert [run for each in found for run in each] == spans
     assert all(end - begin <= RANGE_NBYTES for begin, end in map(ends, found))
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    asked = []
-
-    def fetch(wanted, begin, end):
-        asked.append((begin, end))
-        return CONTENT[begin:end]
-
-    monkeypatch.setattr(objects, "fetch", fetch)
-    return asked
-
-
-@pytest.fixture
-def reader():
-    reader = Reader()
-    yield reader
-    reader.close()
-
-
-def test_bytes_come_in_the_order_of_the_spans(reader, asked):
-    spans = [*whole(16, 20 * MB), span(21 * MB, 400), span(2, 8), span(22 * MB, 100)]
-    found = [bytes(view) for view in reader.read(OBJECT, spans, lambda: None)]
-    assert found == [CONTENT[r.source_offset : r.source_offset + r.source_nbytes] for r in spans]
-    assert sorted(asked) == sorted(map(ends, join(spans, is_one_range)))
-
-
-def test_error_of_a_request_is_raised(reader, monkeypatch):
-    def fail(*_):
-        raise FetchError("no")
-
-    monkeypatch.setattr(objects, "fetch", fail)
-    with pytest.raises(FillError, match="no"):
-        list(reader.read(OBJECT, [span(0, 8)], lambda: None))
