@@ -23,7 +23,7 @@ from shmload._loading.progress import Callback
 from shmload._segments.names import identify_anywhere
 from shmload._segments.removal import remove_leftovers
 from shmload.errors import ArgumentError, ShardChanged, SourceNotFound
-from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.loads import load_pipeline
 
 # Configurations and tokenizers are smaller; weights that are not safetensors files are larger.
 _SMALL_NBYTES = 32 << 20

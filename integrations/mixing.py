@@ -10,8 +10,9 @@ from shmload._building.call import forget
 from shmload._building.keys import Incomparable, is_chosen_elsewhere, key_of
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
+from shmload._host.collector import paused_gc
 from shmload.errors import ArgumentError, SourceNotFound
-from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.loads import load_pipeline
 
 _Path = str | os.PathLike[str]
 _Lora = _Path | tuple[_Path, float] | Mapping[str, Any]
@@ -83,7 +84,8 @@ def mix(
     def make(models: Mapping[str, Any]) -> Any:
         return load(**models) if models else _fused(load(), adapters)
 
-    made = once(key, make, keep=True)
+    with paused_gc():
+        made = once(key, make, keep=True)
     forget(made)  # the call for the base would not make it again
     return made
 

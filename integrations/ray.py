@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shmload import evict, segments, warm
 from shmload.errors import NodeError, SegmentNotFound, ShmloadError, needing
-from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.loads import load_pipeline
 
 with needing("ray", "shmload.integrations.ray", "'shmload[ray]'"):
     import ray

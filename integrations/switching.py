@@ -28,7 +28,7 @@ from shmload._segments.removal import remove_idle
 from shmload._settings import parse_size, settings
 from shmload._wording import format_nbytes, nearest
 from shmload.errors import ArgumentError, DoesNotFit, SegmentTimeout
-from shmload.integrations.diffusers import load_pipeline
+from shmload.integrations.loads import load_pipeline
 from shmload.integrations.mixing import mix
 
 # The two places with a budget, by the names of the arguments that set it.

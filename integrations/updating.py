@@ -26,8 +26,7 @@ from shmload._host.collector import paused_gc
 from shmload._placement.inventory import META, OFFLOAD
 from shmload._segments.publications import Publication
 from shmload.errors import PublicationError
-from shmload.integrations.diffusers import load_pipeline
-from shmload.integrations.models import load_model
+from shmload.integrations.loads import load_model, load_pipeline
 
 _Source = str | os.PathLike[str]
 _Simple = bool | int | float | str | None

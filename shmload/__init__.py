@@ -38,11 +38,11 @@ if TYPE_CHECKING:  # each name `as` itself: so type checkers take it for public
     from shmload._segments.upkeep import unpin as unpin
     from shmload._segments.upkeep import verify as verify
     from shmload.errors import *  # noqa: F403 every error is public, and `errors` lists them
-    from shmload.integrations.diffusers import load_pipeline as load_pipeline
     from shmload.integrations.handles import Handle as Handle
     from shmload.integrations.handles import share as share
+    from shmload.integrations.loads import load_model as load_model
+    from shmload.integrations.loads import load_pipeline as load_pipeline
     from shmload.integrations.mixing import mix as mix
-    from shmload.integrations.models import load_model as load_model
     from shmload.integrations.switching import Switcher as Switcher
     from shmload.integrations.switching import SwitcherFigures as SwitcherFigures
     from shmload.integrations.updating import Updated as Updated
@@ -65,8 +65,8 @@ _HOMES = {
     "WarmReport": "shmload._loading.verbs",
     "collect_garbage": "shmload._segments.upkeep",
     "evict": "shmload._segments.upkeep",
-    "load_model": "shmload.integrations.models",
-    "load_pipeline": "shmload.integrations.diffusers",
+    "load_model": "shmload.integrations.loads",
+    "load_pipeline": "shmload.integrations.loads",
     "load_state_dict": "shmload._loading.state_dict",
     "mix": "shmload.integrations.mixing",
     "models": "shmload._segments.table",

@@ -23,7 +23,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source, find_left_out
 from shmload._decoding.allowance import Bound
 from shmload._devices.destination import Destination
-from shmload._host.collector import forget_locals, freeze_imports, paused_gc
+from shmload._host.collector import forget_locals, freeze_imports
 from shmload._loading.holdings import linger
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
@@ -222,7 +222,7 @@ def load(
         kwargs: for `from_pretrained`; changed.
         title: what the bar and the log call it.
     """
-    with whole_libraries(), paused_gc(), Progress(options.progress, title) as progress:
+    with whole_libraries(), Progress(options.progress, title) as progress:
         if options.is_bounded:  # devices are chosen by the modules of what the class takes
             with progress.during(Phase.IMPORT, "importing diffusers and transformers"):
                 source = maker.import_classes(source)

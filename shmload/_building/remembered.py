@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmload._building.keys import Key
 from shmload._compat import takes_connected
-from shmload._host.collector import forget_locals, paused_gc
+from shmload._host.collector import forget_locals
 from shmload._loading.trace import Phase, during
 from shmload._segments.metadata import built_metadata
 from shmload._segments.part import Awaited, Part, acquire
@@ -141,7 +141,6 @@ class _Kept(NamedTuple):
     """Size of its segments."""
 
 
-@paused_gc()  # a full collection, which importing the libraries leaves due, takes 0.2 s
 def _recall(segment: Segment, key: Key) -> _Kept | None:
     """Return what a segment keeps; None if it does not hold any more."""
     with during(Phase.IMPORT):  # of torch

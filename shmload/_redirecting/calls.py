@@ -37,8 +37,7 @@ from shmload.errors import (
     ServiceError,
     WorkerError,
 )
-from shmload.integrations.diffusers import load_pipeline
-from shmload.integrations.models import load_model
+from shmload.integrations.loads import load_model, load_pipeline
 
 # Not the source's fault, nor the arguments': the user should know.
 _FAILURES = (CapacityError, ProtocolError, SegmentError, ServiceError, WorkerError)

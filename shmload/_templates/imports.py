@@ -38,7 +38,7 @@ _NAMED = "SHMLOAD_RUN_IMPORTS"
 _LIBRARIES = "torch,diffusers,transformers"
 _STORED = "shmload._building.stored"
 # A program that loads pipelines needs these next.
-_OWN = ("shmload.integrations.diffusers", _STORED)
+_OWN = ("shmload.integrations.loads", _STORED)
 # A module of another package is imported by the program that needs it.
 _PACKAGES = {*_LIBRARIES.split(","), "shmload"}
 _MASK = 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800

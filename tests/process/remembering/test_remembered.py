@@ -1,6 +1,7 @@
 """What one load has built is what the library builds, and all later loads get it."""
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import shmload
 from shmload._building import code, keeping, parts, remembered
 from shmload._building.build import Build
+from shmload._loading.trace import current
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -52,6 +54,27 @@ def test_where_not_all_can_be_kept_the_models_are(saved, family, monkeypatch):
         assert_equal(pipe, wanted)
         assert copied_nbytes(pipe) == 0
     assert kept() == ["models: scheduler: for no reason"]
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_no_collection_falls_into_a_recall(saved):
+    source = saved("stable-diffusion")
+    load(source)
+    ran = []
+
+    def note(_phase, info):
+        if current():  # in the call
+            ran.append(info)
+
+    gc.callbacks.append(note)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        load(source)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    assert not ran
 
 
 def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):

@@ -1,7 +1,7 @@
-"""`load_pipeline`: a diffusion pipeline whose weights lie in shared memory.
+"""`load_pipeline` and `load_model`: a pipeline, or one model, whose weights lie in shared memory.
 
-Guarantee: what it returns equals what `from_pretrained` gives with the same arguments, or it
-raises.
+Guarantee: what they return equals what `from_pretrained` gives with the same arguments, or they
+raise.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import msgspec
 
 from shmload._building.call import Call, note
-from shmload._building.makers import PipelineMaker
+from shmload._building.makers import ModelMaker, PipelineMaker
 from shmload._building.options import Keep, Options
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
@@ -23,7 +23,6 @@ from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.trace import Phase, during, tracing
 from shmload.errors import ArgumentError
-from shmload.integrations.models import load_model
 
 if TYPE_CHECKING:
     import torch
@@ -129,16 +128,16 @@ def load_pipeline(
             their weights are not decoded.
 
     Returns:
-        The pipeline. On the CPU its parameters are mapped from
-        the segments copy-on-write: a write is private to this process. On other devices they have
-        memory of their own, aligned to 256 bytes.
+        The pipeline. On the CPU its parameters are mapped from the segments copy-on-write: a write
+        is private to this process. On other devices they have memory of their own, aligned to 256
+        bytes.
 
     Raises:
         ShmloadError: the source, its files, a worker, or the room for the weights is at fault;
             `CheckpointError` if a component of a modular pipeline is missing, or cannot be loaded.
         Exception: any error of `from_pretrained`, with the source's paths instead of the view's.
     """
-    with tracing(trace, str(source)):
+    with paused_gc(), tracing(trace, str(source)):
         options = Options(
             device_map=device_map,
             max_memory=max_memory,
@@ -152,12 +151,9 @@ def load_pipeline(
         if is_publication(source):
             from shmload._building.publishing import load_published
 
-            given = {
-                "pipeline_class": pipeline_class,
-                "dtype": dtype,
-                "components": components,
-            } | options.devices
-            return load_published(str(source), given | from_pretrained_kwargs)
+            own = {"pipeline_class": pipeline_class, "dtype": dtype, "components": components}
+            given = own | options.devices | from_pretrained_kwargs
+            return load_published(str(source), given)
         call = Call.parse(
             load_pipeline,
             pipeline_class,
@@ -168,28 +164,119 @@ def load_pipeline(
             components=components,
             is_pipeline=True,
         )
-        made = _load(call)
+        made = _load_pipeline(call)
         note(made, call)
         return made
 
 
-def _load(call: Call) -> Any:
-    wanted, kwargs = call.wanted, dict(call.kwargs)
-    if is_single_file(wanted.source):
-        from shmload._building.single_file import SinglePipelineMaker, bring_single_file
+def load_model(
+    cls: type | str,
+    source: str | os.PathLike[str],
+    *,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    dtype: object = None,
+    device_map: object = None,
+    max_memory: Mapping[Any, object] | None = None,
+    max_host_memory: float | str | None = None,
+    keep: Keep = False,
+    share: bool | None = None,
+    workers: int | None = None,
+    verify: bool = False,
+    progress: "Callback | bool | None" = None,
+    trace: str | os.PathLike[str] | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load one model of diffusers or transformers through shared memory.
 
-        with during(Phase.FIND):
-            wanted = bring_single_file(wanted)
-        maker: Maker = SinglePipelineMaker(call.cls, wanted, kwargs.get("config"))
-        with during(Phase.FIND):
-            found, dtype = maker.find(wanted, kwargs)
-        return call.answer(maker, found, dtype, kwargs)
-    pipelines = PipelineMaker(call.cls)
+    `load_model(cls, source, ...)` means what `cls.from_pretrained(source, ...)` means; of a file it
+    means `cls.from_single_file`. Adapters, and files in formats that shmload does not read, are
+    left to the library, which loads them as ever.
+
+    Several threads may call it, as for `load_pipeline`.
+
+    Args:
+        cls: the model's class, such as `UNet2DConditionModel` or your own subclass of one; an
+            automatic one (`AutoModel` of either library, `AutoModelForCausalLM`); or its name.
+            Names without a module are looked up in diffusers and in transformers.
+        source: a directory or a hub id, as for `cls.from_pretrained`. Or a file of
+            weights: the call then means `from_single_file`, and takes its arguments, as `config`.
+            Or the publication of a model, as for `load_pipeline`.
+        subfolder: the model's directory in the source, such as `unet` in a pipeline.
+        variant: as for `from_pretrained`, such as `fp16`.
+        dtype: a `torch.dtype`, its name, or `auto` for the checkpoint's own dtype. None means what
+            it means for the class: float32 for models of diffusers. Names and `auto` count for
+            these too, unlike in diffusers, which loads float32 for a text.
+        device_map: as for `load_pipeline`, but by the paths of the modules in the model. Quantised
+            weights are copied by the library, as the class means the map.
+        max_memory: as for `load_pipeline`.
+        max_host_memory: as for `load_pipeline`.
+        keep: as for `load_pipeline`.
+        share: as for `load_pipeline`.
+        workers: as for `load_pipeline`.
+        verify: as for `load_pipeline`.
+        progress: as for `load_pipeline`.
+        trace: as for `load_pipeline`.
+        from_pretrained_kwargs: all other arguments of `from_pretrained`.
+
+    Returns:
+        What `from_pretrained` returns: the model, or with `output_loading_info` a tuple. Its
+        tensors lie in memory as those of `load_pipeline` do. It names the source wherever the
+        library notes it, so what is saved from it loads anywhere.
+
+    Raises:
+        ShmloadError: the source, its files, a worker, or the room for the weights is at fault.
+        Exception: any error of `from_pretrained`, with the source's paths.
+    """
+    with paused_gc(), tracing(trace, str(source)):
+        options = Options(
+            device_map=device_map,
+            max_memory=max_memory,
+            max_host_memory=max_host_memory,
+            keep=keep,
+            share=share,
+            workers=workers,
+            verify=verify,
+            progress=progress,
+        )
+        if is_publication(source):
+            from shmload._building.publishing import load_published
+
+            given = {"subfolder": subfolder, "variant": variant, "dtype": dtype} | options.devices
+            model = load_published(str(source), given | from_pretrained_kwargs)
+            name = _name_of(cls).rpartition(".")[2]
+            names = {each.__name__ for each in type(model).__mro__}
+            if name not in names and not name.startswith("AutoModel"):
+                raise ArgumentError(
+                    f"{source} is a {type(model).__name__}, and no {name}; load_pipeline loads a "
+                    "pipeline, which has its models as attributes"
+                )
+            return model
+        kwargs = from_pretrained_kwargs
+        # Only what was given: the classes have defaults of their own.
+        for name, value in (("subfolder", subfolder), ("variant", variant)):
+            if value is not None:
+                kwargs[name] = value
+        call = Call.parse(load_model, cls, source, dtype, options, kwargs)
+        made = _load_model(call, takes_path=not isinstance(source, str))
+        note(made, call)
+        return made
+
+
+def _load_pipeline(call: Call) -> Any:
+    wanted, kwargs = call.wanted, dict(call.kwargs)
     with during(Phase.FIND):
-        found, dtype = pipelines.find(wanted, kwargs)
-    if pipelines.makes_modular(found):
+        if is_single_file(wanted.source):
+            from shmload._building.single_file import SinglePipelineMaker, bring_single_file
+
+            wanted = bring_single_file(wanted)
+            maker: Maker = SinglePipelineMaker(call.cls, wanted, kwargs.get("config"))
+        else:
+            maker = PipelineMaker(call.cls)
+        found, dtype = maker.find(wanted, kwargs)
+    if isinstance(maker, PipelineMaker) and maker.makes_modular(found):
         return _load_modular(call)
-    return call.answer(pipelines, found, dtype, kwargs)
+    return call.answer(maker, found, dtype, kwargs)
 
 
 def _load_modular(call: Call) -> Any:
@@ -211,10 +298,29 @@ def _load_modular(call: Call) -> Any:
         )
     by_name = devices if isinstance(devices, Mapping) else {}
     is_cold = "diffusers" not in sys.modules
-    with whole_libraries(), paused_gc():
+    with whole_libraries():
         # Not at the top: it imports diffusers.
         from shmload._building.modular import make_modular
 
         if is_cold:
             freeze_imports()
         return make_modular(call.wanted, call.cls, call.kwargs, by_name, load_component)
+
+
+def _load_model(call: Call, *, takes_path: bool) -> Any:
+    wanted, kwargs = call.wanted, dict(call.kwargs)
+    with during(Phase.FIND):
+        if is_single_file(wanted.source):
+            from shmload._building.blocks_maker import maker_of_file
+            from shmload._building.single_file import bring_single_file
+
+            wanted = bring_single_file(wanted)
+            maker: Maker = maker_of_file(call.cls, wanted.source, kwargs)
+        else:
+            maker = ModelMaker(call.cls, takes_path=takes_path)
+        found, dtype = maker.find(wanted, kwargs)
+    return call.answer(maker, found, dtype, kwargs)
+
+
+def _name_of(cls: type | str) -> str:
+    return getattr(cls, "__name__", str(cls))
