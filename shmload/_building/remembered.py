@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmload._building.keys import Key
+from shmload._checkpoints.library import is_inside
 from shmload._compat import takes_connected
 from shmload._host.collector import forget_locals
 from shmload._loading.trace import Phase, during
@@ -117,7 +118,8 @@ def _make(part: Part, key: Key, make: Make) -> Any:
 def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment | Part | None:
     """Attach an object's segment, or begin it; None if that is not wanted, or not possible."""
     try:
-        if not keep:
+        # A load within a build waits for no builder, which may wait for what this thread builds.
+        if not keep or (_making.names and is_inside()):
             return attach(key.name)
         held = acquire(key.name)
         if isinstance(held, Awaited):

@@ -12,6 +12,7 @@ from remembering import BF16, change_weights_at_the_same_time, kept, load
 
 import shmload
 from shmload._building import keeping
+from shmload._building.makers import PipelineMaker
 from shmload._segments.eviction import evictable
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
@@ -88,6 +89,25 @@ def test_waiting_has_a_deadline(saved, built, child, waits, configure):
     thread, _ = waits(source)
     thread.join(60)
     assert len(built) == 1
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+
+
+def test_a_load_within_a_build_waits_for_no_builder(saved, child, monkeypatch):
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    make, found = PipelineMaker.make, []
+
+    def load_within(*given):
+        if not found:
+            found.append(None)  # this load makes a pipeline, too
+            found[0] = load(source)
+        return make(*given)
+
+    monkeypatch.setattr(PipelineMaker, "make", load_within)
+    load(saved("sdxl"))
+    assert_equal(found[0], reference(source, BF16))
     builder.process.stdin.write(b"\n")
     builder.expect("DONE")
 
