@@ -9,7 +9,6 @@ import sys
 
 from shmload._templates import identity, messages, place, variables
 from shmload._templates.messages import Call, Program
-from shmload._templates.start import start_template
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +17,27 @@ if TYPE_CHECKING:
 
 # The template answers at once, or is stopped or overloaded; Python starts in about this time.
 _ANSWER_TIMEOUT_S = 1.0
+_SIGCHLD = 17  # the module signal takes long to import
+# The program of a template, whose frame is the lowest of every program: it raises again without a
+# place of its own in the traceback. It is no child of the caller: that may become a program, which
+# would find a child that it has not started.
+_PROGRAM = """
+import posix, sys
+known = frozenset(sys.modules)
+posix.closerange(3, 1 << 20)
+if posix.fork():
+    posix._exit(0)
+if not sys.flags.safe_path:
+    sys.path[0] = sys.prefix
+from shmload._templates.template import serve
+run, leave = serve(known)
+try:
+    run()
+except BaseException:
+    leave()
+    raise
+leave()
+"""
 
 
 class Doubt(Exception):
@@ -210,3 +230,39 @@ def run_plainly(words: list[str], environment: "Mapping[str, str]") -> "NoReturn
         environment: its variables.
     """
     os.execve(sys.executable, [sys.executable, *words], environment)
+
+
+# Starting a template, which outlives its caller with nothing of the caller's ----------------------
+
+
+def start_template(environment: dict[str, str]) -> None:
+    """Start a template that goes on when this process ends; do not wait until it serves.
+
+    Args:
+        environment: the variables of its programs. It gets those that imports read.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    key = identity.key_of(environment)
+    command = [
+        sys.executable,
+        *identity.flags_of_this_process(),
+        "-c",
+        _PROGRAM,
+        place.socket_of(key),
+    ]
+    # It serves other programs too: they are to know nothing of this process.
+    path = {name: environment[name] for name in ("PATH",) if name in environment}
+    given = variables.read_on_import(environment) | path
+    place.remove_note(key, "failed")
+    null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+    pid = os.posix_spawn(
+        sys.executable, command, given, file_actions=null, setsigmask=(), setsigdef=(_SIGCHLD,)
+    )
+    try:
+        status = os.waitpid(pid, 0)[1]
+    except ChildProcessError:  # this process ignores SIGCHLD
+        status = 0
+    if status:
+        raise BlockingIOError(0, "no process or no memory is left for it")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from shmload._host.procfs import rollup_nbytes
 from shmload._templates import place
+from shmload._templates.caller import start_template
 from shmload._templates.identity import is_stopped, key_of, said_of
-from shmload._templates.start import start_template
 from shmload._templates.variables import first_environment
 from shmload._wording import count_of, format_nbytes
 
