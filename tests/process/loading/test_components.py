@@ -33,14 +33,3 @@ def test_pipeline_of_some_components_equals_the_library(saved, shm_names, family
     assert all((getattr(got, name) is not None) == (name in wanted) for name in models)
     del got
     assert shm_names() == []
-
-
-def test_component_that_is_passed_in_is_used(saved):
-    source = saved("stable-diffusion")
-    text_encoder = reference(source, torch.bfloat16).text_encoder
-    got = shmload.load_pipeline(
-        source, torch_dtype=torch.bfloat16, components=["vae"], text_encoder=text_encoder
-    )
-    assert got.text_encoder is text_encoder
-    assert got.unet is None
-    assert got.vae is not None

@@ -1,4 +1,4 @@
-"""Libraries describe files in a process of their own: bounded, remembered, and one for several."""
+"""Libraries describe files in a process of their own, within bounds, whatever the files are."""
 
 import os
 import random
@@ -15,24 +15,15 @@ from shmload._checkpoints.formats.described import (
     describe_all,
     read_described,
 )
-from shmload._host import procs
 from shmload._host.descriptors import Descriptor
 
 _TENSORS = {"a": ("F32", (2, 3), bytes(24)), "b.weight": ("Q4_0", (64,), bytes(36))}
 
 
-@pytest.fixture
-def forgets(monkeypatch):
+@pytest.fixture(autouse=True)
+def _forgets(monkeypatch):
     """Let this process know no answer."""
     monkeypatch.setattr(described, "_kept", {})
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Return a list that gets each process that is started."""
-    found, start = [], procs.start
-    monkeypatch.setattr(procs, "start", lambda *args, **how: found.append(1) or start(*args, **how))
-    return found
 
 
 @pytest.fixture
@@ -50,27 +41,6 @@ def opened():
         each.close()
 
 
-@pytest.mark.usefixtures("forgets")
-def test_several_files_are_described_by_one_process_and_remembered(
-    opened, started, monkeypatch, configure, tmp_path
-):
-    configure(cache_dir=tmp_path)
-    fds = [opened(content(_TENSORS)), opened(content({}))]
-    first = describe_all(fds, "gguf", "gguf")
-    assert [len(each.tensors) for each in first] == [2, 0]
-    assert len(started) == 1
-    assert describe_all(fds, "gguf", "gguf") == first
-    monkeypatch.setattr(described, "_kept", {})  # as in the next process
-    assert describe_all(fds, "gguf", "gguf") == first
-    assert len(started) == 1
-    os.pwrite(fds[0], content({}), 0)
-    os.truncate(fds[0], len(content({})))
-    (changed,) = describe_all(fds[:1], "gguf", "gguf")
-    assert changed.tensors == ()
-    assert os.lseek(fds[0], 0, os.SEEK_CUR) == len(content(_TENSORS))  # where it was
-
-
-@pytest.mark.usefixtures("forgets")
 def test_file_without_an_end_to_read_is_refused_by_a_deadline(opened, configure):
     configure(stall_timeout_s=2)
     endless = front(0, 1) + pair("k", 9, struct.pack("<IQ", 5, 1 << 62))
@@ -79,7 +49,6 @@ def test_file_without_an_end_to_read_is_refused_by_a_deadline(opened, configure)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forgets")
 @pytest.mark.parametrize("module", ["gguf", "pytorch"])
 def test_damaged_file_is_refused_or_described_within_its_bounds(
     opened, configure, tmp_path, module
@@ -107,7 +76,6 @@ def test_damaged_file_is_refused_or_described_within_its_bounds(
         assert all(0 <= each.begin <= each.end <= nbytes for each in header.tensors)
 
 
-@pytest.mark.usefixtures("forgets")
 def test_tensors_that_share_far_more_bytes_than_there_are(opened, monkeypatch):
     monkeypatch.setattr(described, "_ALWAYS_NBYTES", 100)
     monkeypatch.setattr(described, "_MOST_TIMES", 2)
@@ -117,7 +85,6 @@ def test_tensors_that_share_far_more_bytes_than_there_are(opened, monkeypatch):
         read_described(opened(shared), "gguf", "gguf")
 
 
-@pytest.mark.usefixtures("forgets")
 def test_refusal_for_a_lack_of_memory_is_not_remembered(opened, monkeypatch, configure, tmp_path):
     configure(cache_dir=tmp_path)
     fd = opened(content(_TENSORS))

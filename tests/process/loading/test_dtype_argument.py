@@ -40,16 +40,6 @@ def test_mistyped_name_is_refused_with_the_nearest(door, saved):
         door(saved("stable-diffusion"), dtpye="bfloat16")
 
 
-@pytest.mark.parametrize("door", [shmload.warm, shmload.load_state_dict], ids=["warm", "state"])
-def test_both_names_mean_the_same(checkpoint, shm_names, door):
-    kept = {} if door is shmload.warm else {"keep": True}
-    held = [door(checkpoint, dtype="float16", **kept)]
-    names = shm_names()
-    held.append(door(checkpoint, torch_dtype="float16", **kept))
-    assert shm_names() == names
-    assert len(held) == 2
-
-
 def test_dict_that_names_another_component_is_refused(saved):
     source = saved("stable-diffusion")
     dtypes = {"unet": "bfloat16", "vea": "float16", "default": "float32"}

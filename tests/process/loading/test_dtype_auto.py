@@ -32,6 +32,9 @@ def mixed(copied):
     config = source / "text_encoder" / "config.json"
     named = {"dtype": "float16", "torch_dtype": "float16"}
     config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    config = source / "text_encoder_2" / "config.json"  # names none: that of its weights counts
+    plain = {k: v for k, v in json.loads(config.read_text()).items() if "dtype" not in k}
+    config.write_text(json.dumps(plain))
     return source
 
 
@@ -52,9 +55,8 @@ def test_warm_plan_and_share_mean_the_same(mixed, evicts, shm_names):
         assert handle.load().vae.dtype is torch.float16
     shmload.load_pipeline(mixed, dtype="auto", keep=True)
     assert shm_names() == names
-    placed = shmload.plan(mixed, dtype="auto", inventory="1x1GiB").placement
-    given = shmload.plan(mixed, dtype=OWN, inventory="1x1GiB").placement
-    assert placed == given
+    placed, given = (shmload.plan(mixed, dtype=d, inventory="1x1GiB") for d in ("auto", OWN))
+    assert placed.placement == given.placement
 
 
 def test_file_and_state_dict_keep_the_stored_dtypes(mixed):
@@ -65,22 +67,3 @@ def test_file_and_state_dict_keep_the_stored_dtypes(mixed):
     # A component's directory names its class.
     vae = shmload.plan(file.parent, dtype="auto").shards[0]
     assert vae.conversion == "F16"
-
-
-@pytest.fixture
-def pickled(mixed):
-    """The pipeline with its VAE and its text encoder in PyTorch's own files, in float16."""
-    for folder, name in (("vae", "diffusion_pytorch_model"), ("text_encoder", "pytorch_model")):
-        (weights,) = (mixed / folder).glob("*.safetensors")
-        tensors = {name: tensor.half() for name, tensor in load_file(weights).items()}
-        torch.save(tensors, mixed / folder / f"{name}.bin")
-        weights.unlink()
-    config = mixed / "text_encoder" / "config.json"
-    named = json.loads(config.read_text())
-    config.write_text(json.dumps({k: v for k, v in named.items() if "dtype" not in k}))
-    return mixed
-
-
-def test_weights_in_pytorchs_files_have_their_own_dtype(pickled):
-    got = shmload.load_pipeline(pickled, dtype="auto")
-    assert_equal(got, reference(pickled, OWN))

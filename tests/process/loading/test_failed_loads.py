@@ -5,7 +5,6 @@ import os
 import weakref
 
 import pytest
-import torch
 from accelerated import load
 from diffusers import FluxPipeline
 
@@ -69,14 +68,4 @@ def test_error_that_is_kept_keeps_no_memory(
     assert {model() for model in models} == {None}
     assert in_memory() == before
     assert shm_names() == []
-    assert caught.value.__traceback__
-
-
-def test_device_that_is_full_keeps_nothing_on_the_host(saved, accelerators, models, shm_names):
-    accelerators["cuda:0"]._fails_at = 0
-    before = in_memory()
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        load(saved("flux"), device_map={"": 0, "vae": "cpu"})
-    assert {model() for model in models} == {None}
-    assert in_memory() == before
     assert caught.value.__traceback__

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from gguf_files import KINDS, content, dequantised, random_blocks, save_blocks
+from gguf_files import content, dequantised, random_blocks, save_blocks
 
 import shmload
 from shmload._checkpoints.formats import described
@@ -60,26 +60,10 @@ def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
     assert [each.name for each in shmload.segments()] == [each.name for each in resident]
 
 
-@pytest.mark.libraries
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
-def test_float16_is_that_of_diffusers_where_it_rounds_once(path, blocks, kind, evicts):
-    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
-
-    parameter = GGUFParameter(torch.from_numpy(blocks[kind]), quant_type=KINDS[kind])
-    got = shmload.load_state_dict(path, "float16")[f"{kind}.weight"]
-    assert torch.equal(got, dequantize_gguf_tensor(parameter))
-
-
 def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):
     got = shmload.load_state_dict(path)
     raw = {f"{kind}.weight": torch.from_numpy(each) for kind, each in blocks.items()}
     assert_same(got, raw | plain)
-
-
-def test_file_is_recognised_by_its_content(path, tmp_path, wanted, evicts):
-    other = tmp_path / "model.safetensors"
-    other.write_bytes(path.read_bytes())
-    assert_same(shmload.load_state_dict(other, "float32"), wanted(torch.float32))
 
 
 def test_without_the_package_it_is_named(path, monkeypatch, evicts):

@@ -72,16 +72,6 @@ def test_private_repository_needs_its_token(hub, saved, where, shm_names):
     assert shm_names() == []
 
 
-def test_one_model_brings_only_its_files_of_the_format_that_is_loaded(hub, copied, where):
-    source = copied("stable-diffusion")
-    for suffix in ("fp16.safetensors", "bin"):
-        (source / "unet" / f"diffusion_pytorch_model.{suffix}").write_bytes(b"")
-    hub.publish(source)
-    shmload.load_model("UNet2DConditionModel", "org/name", subfolder="unet", **where)
-    assert {*hub.asked} <= {"model_index.json", "unet/config.json", _UNET}
-    assert _UNET in hub.asked
-
-
 @pytest.mark.slow
 def test_nothing_is_asked_for_what_is_cached(hub, saved, where):
     hub.publish(saved("stable-diffusion"))

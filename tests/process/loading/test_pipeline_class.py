@@ -67,16 +67,6 @@ def test_subclass_of_a_user_is_the_one_that_loads(saved, evicts):
     assert_equal(kept, got)
 
 
-def test_class_whose_packages_are_missing_names_them(saved, monkeypatch, evicts):
-    name = "OnnxStableDiffusionPipeline"
-    dummies = diffusers.utils.dummy_torch_and_transformers_and_onnx_objects
-    monkeypatch.setattr(diffusers, name, getattr(dummies, name), raising=False)
-    for given in (name, getattr(dummies, name)):
-        with pytest.raises(ImportError, match="onnxruntime"):
-            shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=given, keep=True)
-    assert not shmload.segments()
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -90,17 +80,16 @@ def test_what_is_no_class_of_pipelines_is_refused(saved, evicts, given, text):
     assert not shmload.segments()
 
 
-def test_handle_brings_the_class(saved, evicts):
-    source = str(saved("stable-diffusion"))
-    with shmload.share(
-        source, dtype="bfloat16", pipeline_class=diffusers.StableDiffusionImg2ImgPipeline
-    ) as handle:
-        same = shmload.Handle.from_text(handle.text)
-        assert same == handle
-        got = same.load()
-        wanted = from_pretrained(diffusers.StableDiffusionImg2ImgPipeline, source, torch.bfloat16)
-        assert_equal(got, wanted)
-        other = shmload.Handle.of(source, dtype="bfloat16")
-        assert other != handle
-        assert "pipeline_class" not in other.facts
+def test_class_whose_packages_are_missing_names_them(saved, monkeypatch):
+    name = "OnnxStableDiffusionPipeline"
+    dummies = diffusers.utils.dummy_torch_and_transformers_and_onnx_objects
+    monkeypatch.setattr(diffusers, name, getattr(dummies, name), raising=False)
+    with pytest.raises(ImportError, match="onnxruntime"):
+        shmload.load_pipeline(saved("stable-diffusion"), pipeline_class=name)
+
+
+def test_handle_brings_the_class(saved):
+    given = {"pipeline_class": diffusers.StableDiffusionImg2ImgPipeline, "dtype": "bfloat16"}
+    with shmload.share(saved("stable-diffusion"), **given) as handle:
         assert handle.facts["pipeline_class"] == '"StableDiffusionImg2ImgPipeline"'
+        assert type(shmload.Handle.from_text(handle.text).load()) is given["pipeline_class"]

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import shmload
 from benchmarks import single_files
+from shmload._building import build
 from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of
 from shmload._host.shm import SHM_DIR
@@ -57,7 +58,11 @@ def test_stable_diffusion_is_shared_whole(one_file, dtype, evicts):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".ckpt"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sdxl_copies_only_what_diffusers_joins(one_file, suffix, dtype, evicts):
+def test_sdxl_copies_only_what_diffusers_joins_and_says_so(
+    one_file, suffix, dtype, evicts, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "shmload")
+    monkeypatch.setattr(build, "_LEAST_NBYTES", 1 << 10)
     config, path = one_file("sdxl", suffix)
     shmload.warm(path, dtype=dtype)
     got = shmload.load_pipeline(path, config=config, dtype=dtype)
@@ -66,55 +71,41 @@ def test_sdxl_copies_only_what_diffusers_joins(one_file, suffix, dtype, evicts):
     # In the file its second encoder has one tensor for three projections, and one transposed.
     encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
     assert 0 < private_nbytes(models_of(got)) < encoder
+    assert re.search(rf"{path}: [\d.]+ KiB lie in no segment", caplog.text)
 
 
 # Models -------------------------------------------------------------------------------------------
 
-MODELS = {
-    "unet": ("stable-diffusion", "UNet2DConditionModel"),
-    "vae": ("stable-diffusion", "AutoencoderKL"),
-}
-
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("subfolder", MODELS)
-def test_model_of_a_whole_pipeline(one_file, subfolder, dtype, evicts):
-    family, name = MODELS[subfolder]
-    config, path = one_file(family)
-    got = shmload.load_model(name, path, config=config, subfolder=subfolder, dtype=dtype)
-    cls = getattr(diffusers, name)
-    wanted = library_alone(cls, path, config, dtype, subfolder=subfolder)
+@pytest.mark.parametrize(
+    ("subfolder", "name"), [("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")]
+)
+def test_model_of_a_whole_pipeline(one_file, subfolder, name, dtype, evicts):
+    config, path = one_file("stable-diffusion")
+    assert_model_equal(name, path, config, subfolder, dtype)
+
+
+def assert_model_equal(name, path, config, subfolder, dtype):
+    given = {"config": config, "subfolder": subfolder, "dtype": dtype}
+    got = shmload.load_model(name, path, **given)
+    wanted = library_alone(getattr(diffusers, name), path, **given)
     assert_component_equal(got, wanted, subfolder)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("sd3", "SD3Transformer2DModel"),
-        ("flux", "FluxTransformer2DModel"),
-        ("wan", "WanTransformer3DModel"),  # keeps some tensors in float32, but not from one file
-    ],
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_model_with_the_names_of_diffusers(saved, family, name, dtype, evicts):
-    source = saved(family)
-    (path,) = (source / "transformer").glob("*.safetensors")
-    given = {"config": str(source), "subfolder": "transformer"}
-    got = shmload.load_model(name, path, dtype=dtype, **given)
-    wanted = library_alone(getattr(diffusers, name), path, dtype=dtype, **given)
-    assert_component_equal(got, wanted, "transformer")
+def test_model_with_the_names_of_diffusers(saved, evicts):
+    # It keeps some tensors in float32, but not from one file.
+    (path,) = (saved("wan") / "transformer").glob("*.safetensors")
+    name, config = "WanTransformer3DModel", str(saved("wan"))
+    assert_model_equal(name, path, config, "transformer", torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_transformer_with_its_authors_names(saved, tmp_path, dtype, evicts):
-    source = saved("sd3")
+def test_transformer_with_its_authors_names(saved, tmp_path, evicts):
+    source, name = saved("sd3"), "SD3Transformer2DModel"
     model = diffusers.SD3Transformer2DModel.from_pretrained(source / "transformer")
     path = tmp_path / "sd3.safetensors"
     save_file(single_files.sd3_transformer(model), path)
-    given = {"config": str(source), "subfolder": "transformer"}
-    got = shmload.load_model("SD3Transformer2DModel", path, dtype=dtype, **given)
-    wanted = library_alone(diffusers.SD3Transformer2DModel, path, dtype=dtype, **given)
-    assert_component_equal(got, wanted, "transformer")
+    assert_model_equal(name, path, str(source), "transformer", torch.bfloat16)
 
 
 # Errors -------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shmload
-from shmload._cli.main import main
 
 pytestmark = pytest.mark.libraries
 
@@ -83,20 +82,6 @@ def test_load_that_fails_writes_its_trace(copied, tmp_path):
     _, (call,) = _events(trace)
     assert call["args"]["error"] == type(caught.value).__name__
     assert sum(_times(call).values()) == pytest.approx(call["dur"] / 1e6, rel=0.01)
-
-
-def test_warm_writes_its_trace_and_its_report_adds_up(
-    checkpoint, evicts, configure, tmp_path, capsys
-):
-    configure(inline_nbytes=0)  # a worker takes a while to start, for which the call waits
-    trace = tmp_path / "trace.json"
-    main(["warm", "--trace", str(trace), "--json", str(checkpoint)], standalone_mode=False)
-    (report,) = json.loads(capsys.readouterr().out)["reports"]
-    elapsed_s = report["elapsed_s"]
-    assert sum(report["times_s"].values()) == pytest.approx(elapsed_s, rel=0.01, abs=_SLACK_S)
-    assert report["times_s"]["read and cast"] > 0
-    _, (call,) = _events(trace)
-    assert call["args"].keys() == report["times_s"].keys()
 
 
 @pytest.mark.parametrize("content", [b"weights", b"[]"])

@@ -1,7 +1,6 @@
 """`warm` makes sources resident once, and `plan` predicts what it will do."""
 
 import json
-import signal
 
 import pytest
 import torch
@@ -30,36 +29,6 @@ def test_second_warm_reads_nothing_and_changes_nothing(folder, shm_names):
     assert written() == before
 
 
-def test_interrupt_leaves_nothing(checkpoint, child, shm_names):
-    process = child(
-        """
-import signal, sys, shmload
-from shmload._loading.load import Load
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-end = Load._end
-def say_and_end(load, **how):
-    if not load._cancelled.is_set():
-        load._cancelled.set()
-        print("CLOSING", flush=True)
-    return end(load, **how)
-Load._end = say_and_end
-def stop(done, total):
-    print("AT", flush=True)
-    sys.stdin.readline()
-shmload.warm(sys.argv[1], torch_dtype="bfloat16", progress=stop)
-""",
-        checkpoint,
-    )
-    process.expect("AT")
-    assert [name.endswith(".part") for name in shm_names()] == [True]
-    process.process.send_signal(signal.SIGINT)
-    process.expect("CLOSING")
-    process.say()
-    assert process.wait() != 0
-    assert "KeyboardInterrupt" in process.errors
-    assert shm_names() == []
-
-
 # Plan ---------------------------------------------------------------------------------------------
 
 
@@ -78,13 +47,6 @@ def test_plan_says_what_will_be_done_and_does_nothing(folder, shm_names):
     after = shmload.plan(folder, torch_dtype=torch.bfloat16)
     assert {shard.action for shard in after.shards} == {shmload.Action.ATTACH}
     assert (after.decode_nbytes, after.resident_nbytes) == (0, report.resident_nbytes)
-
-
-def test_plan_links_what_needs_no_segment(checkpoint):
-    (shard,) = shmload.plan(checkpoint, torch_dtype=torch.float32).shards
-    assert (shard.action, shard.segment_nbytes) == (shmload.Action.LINK, 0)
-    (shard,) = shmload.plan(checkpoint, torch_dtype=torch.float32, keep=True).shards
-    assert shard.action is shmload.Action.DECODE
 
 
 def test_keep_that_is_no_bool_is_refused(checkpoint):

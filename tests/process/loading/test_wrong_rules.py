@@ -19,10 +19,8 @@ pytestmark = pytest.mark.libraries
     "wrong",
     [
         Rule(target="BF16"),  # ignores the tensors that Wan keeps in float32
-        Rule(target="F16"),
         Rule(target="F8_E4M3"),
         Rule(target="F32"),
-        Rule(target="BF16", fp32_parts=("norm1", "ffn", "to_q")),
         Rule(target="BF16", only=frozenset({"patch_embedding.weight", "shared.weight"})),
         Rule(),
     ],
