@@ -219,7 +219,7 @@ def _inherited_descriptors() -> list[int]:
 def words_of(program: Program) -> list[str]:
     """Return what follows `python` on a command line that runs a program."""
     option = {"module": ["-m"], "code": ["-c"]}.get(program.kind, [])
-    return [*program.flags, *option, program.value, *program.arguments]
+    return [*identity.FLAGS, *option, program.value, *program.arguments]
 
 
 def run_plainly(words: list[str], environment: "Mapping[str, str]") -> "NoReturn":
@@ -247,7 +247,7 @@ def start_template(environment: dict[str, str]) -> None:
     key = identity.key_of(environment)
     command = [
         sys.executable,
-        *identity.flags_of_this_process(),
+        *identity.FLAGS,
         "-c",
         _PROGRAM,
         place.socket_of(key),

@@ -20,7 +20,7 @@ Options:
 import sys
 
 from shmload._templates.caller import run, run_plainly
-from shmload._templates.identity import flags_of_this_process
+from shmload._templates.identity import FLAGS
 from shmload._templates.messages import Program
 from shmload._templates.variables import first_environment, with_redirect
 
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> "NoReturn":
     if rest and rest[0].startswith("-") and rest[0] not in _KINDS:
         if is_verbose:
             print("shmload run: in the ordinary way: options of Python are given", file=sys.stderr)
-        run_plainly([*flags_of_this_process(), *rest], environment)
+        run_plainly([*FLAGS, *rest], environment)
     run(_program(rest), environment, is_verbose)
 
 
@@ -74,7 +74,7 @@ def _program(words: list[str]) -> Program:
         words = words[1:]
         if not words:
             _fail(f"-{kind[0]} needs an argument")
-    return Program(kind, words[0], words[1:], flags_of_this_process())
+    return Program(kind, words[0], words[1:])
 
 
 def _fail(reason: str) -> "NoReturn":

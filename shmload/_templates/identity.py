@@ -23,6 +23,15 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time",
 # Restrictions that say how many they are, but not which; see `_are_of_the_container`.
 _NUMBERS = ("NoNewPrivs", "Seccomp", "Seccomp_filters")
 _LIMITS = sorted({getattr(resource, name) for name in vars(resource) if name.startswith("RLIMIT_")})
+# All of these as this interpreter was started: a program may change them before it needs a key.
+_INTERPRETER = repr((
+    (sys.executable, sys.prefix, sys.version, sys.path[0 if sys.flags.safe_path else 1 :]),
+    (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
+    getattr(sys.stdout, "write_through", None),  # unbuffered: no flag says so
+))  # fmt: skip
+_GIVEN = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+FLAGS = _GIVEN[:-1] if _GIVEN[-1:] in (["-m"], ["-c"]) else _GIVEN
+"""The options of this interpreter, as they were given."""
 
 
 def key_of(environment: dict[str, str]) -> str:
@@ -32,12 +41,9 @@ def key_of(environment: dict[str, str]) -> str:
         environment: the variables that imports shall find.
     """
     session, terminal = session_and_terminal()
-    entries = sys.path if sys.flags.safe_path else sys.path[1:]
-    is_unbuffered = getattr(sys.stdout, "write_through", None)  # no flag says so
     facts = (
         (__version__, VERSION),
-        (sys.executable, sys.prefix, sys.version, entries),
-        (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions, is_unbuffered),
+        _INTERPRETER,
         sorted(read_on_import(environment).items()),
         (sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.nice(0)),
         os.sched_getparam(0).sched_priority,
@@ -47,12 +53,6 @@ def key_of(environment: dict[str, str]) -> str:
         session if terminal else None,
     )
     return place.key_of(repr(facts))
-
-
-def flags_of_this_process() -> list[str]:
-    """Return the options with which this interpreter was started, as they were given."""
-    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    return before[:-1] if before[-1:] in (["-m"], ["-c"]) else before
 
 
 def session_and_terminal() -> tuple[int, int]:

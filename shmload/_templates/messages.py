@@ -36,7 +36,7 @@ MAX_NBYTES = 1 << 20
 _FD_NBYTES = 4
 _PEER_NBYTES = 12
 
-VERSION = 11
+VERSION = 12
 """Changes with any message. A template of another version is not met: its key is another."""
 
 HELLO, GO, STOPPED = b"hello", b"go", b"stopped"
@@ -49,12 +49,10 @@ class Program:
         kind: `script`, `module`, `code` or `stdin`.
         value: the script, the module or the code.
         arguments: of the program.
-        flags: options for Python, as they were given.
     """
 
-    def __init__(self, kind: str, value: str, arguments: list[str], flags: list[str]) -> None:
-        self.kind, self.value = kind, value
-        self.arguments, self.flags = arguments, flags
+    def __init__(self, kind: str, value: str, arguments: list[str]) -> None:
+        self.kind, self.value, self.arguments = kind, value, arguments
 
 
 class Call:

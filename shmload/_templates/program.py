@@ -26,6 +26,7 @@ from typing import Any
 from shmload._templates import ending, messages, variables
 from shmload._templates.caller import Doubt, run_plainly, start_for_the_next, words_of
 from shmload._templates.hidden import Hidden
+from shmload._templates.identity import FLAGS
 from shmload._templates.messages import Call, Program, call_of
 
 # How long to wait for the caller, which answers at once.
@@ -267,7 +268,7 @@ def _runner_of(program: Program, hidden: Hidden) -> functools.partial[Any]:
             run = _script(value, main)
             first = os.path.dirname(os.path.realpath(value))
             sys.argv[:], orig = [value, *arguments], [value]
-    sys.orig_argv[:] = [sys.executable, *program.flags, *orig, *arguments]
+    sys.orig_argv[:] = [sys.executable, *FLAGS, *orig, *arguments]
     if not sys.flags.safe_path:
         sys.path.insert(0, first)
         if name := hidden.shadowed_in(first):

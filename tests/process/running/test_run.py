@@ -73,7 +73,9 @@ def test_variable_that_is_set_before_the_import_counts(running):
 _SETS = """
 import os, sys
 print(os.environ.get("TORCH_OWN_SETTING"))
-if sys.argv[1:] != ["no"]:
+words, sys.argv = sys.argv[1:], ["app"]
+sys.path.insert(1, "/nowhere")
+if words != ["no"]:
     os.environ["TORCH_OWN_SETTING"] = "new"
 import own_library
 print(own_library.VALUE)
