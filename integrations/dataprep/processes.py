@@ -16,9 +16,8 @@ import os
 import pickle
 import shutil
 import signal
-import socket
-import struct
 import sys
+import threading
 import time
 from multiprocessing import connection, forkserver, util
 from pathlib import Path
@@ -37,11 +36,7 @@ SETUP = "SHMLOAD_JOB_SETUP"
 # Forked processes lack the threads that a library starts; a bar would start one; and the wait for
 # other ranks of a launcher is none of a job's.
 _ONES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE", "LOCAL_WORLD_SIZE")
-# Joined threads stay in /proc/self/task briefly; wait this long.
-_THREADS_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 10.0
-# A message of which nothing more comes for so long counts as the end of its process.
-_STUCK_S = 60
 
 
 class Setup(NamedTuple):
@@ -118,10 +113,7 @@ class Process:
 
     def __init__(self, server: ForkServer, entry: object) -> None:
         self.pid = 0
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STUCK_S, 0))
-        self.connection = connection.Connection(ours.detach())
+        self.connection, theirs = connection.Pipe()
         fd = os.memfd_create("shmload-job")
         with theirs, open(fd, "wb") as file:
             file.truncate(MEMORY_NBYTES)
@@ -188,25 +180,32 @@ def prepare_server(text: str) -> None:
         if number == signal.SIGTERM or os.getppid() != setup.owner:
             for each in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(each, signal.SIG_IGN)
-            sys.exit(0)  # by way of what is to be given back
+            if is_loading:
+                sys.exit(0)  # the load gives back what it has
+            end()  # an exception is lost if this interrupts a callback, such as of a fork
 
-    def end_processes() -> None:
-        """Before the weights are given back, which the processes hold too."""
+    def end() -> None:
+        """End the processes, which hold the weights too; then give those back, and no more."""
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
             os.waitpid(int(pid), 0)
         if os.getppid() != setup.owner:  # no other process removes the folder with the socket
             shutil.rmtree(temporary, ignore_errors=True)
+        atexit.unregister(end)
+        atexit._run_exitfuncs()
+        os._exit(0)  # Python's own end takes a second with these libraries
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the program
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # `ForkServer` has blocked SIGINT
     die_with_parent(signal.SIGHUP)
-    atexit.register(end_processes)
+    atexit.register(end)
+    is_loading = True
     leave(signal.SIGHUP, None)
     prepared(setup)
-    atexit.register(end_processes)  # the last that is registered is called first
+    atexit.register(end)  # the last that is registered is called first
+    is_loading = False
     freeze()  # or a collection in a forked process would copy every page that it visits
 
 
@@ -226,19 +225,11 @@ def prepared(setup: Setup) -> tuple[Any, Exception | None]:
             pipe = Handle.from_text(setup.handle).load()
         for module in setup.preload:
             importlib.import_module(module)
-        if os.getppid() == setup.owner and (left := _count_other_threads()):
+        if left := [thread.name for thread in threading.enumerate()[1:]]:
             raise JobError(
-                f"loading the pipeline, or a module to preload, has left {left} threads running, "
-                "and a process with threads cannot be forked; preload fewer modules, or use "
-                "processes of your own with a shmload.Handle"
+                f"a module to preload has left the threads {', '.join(left)}, and a process with "
+                "threads cannot be forked; preload fewer modules"
             )
     except Exception as exc:  # the outermost loop: the job must learn of any error
         return None, exc
     return pipe, None
-
-
-def _count_other_threads() -> int:
-    deadline = time.monotonic() + _THREADS_TIMEOUT_S
-    while (left := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return left

@@ -247,7 +247,7 @@ def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
     code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
     (tmp_path / "threading_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobError, match="left 1 threads running"):
+    with pytest.raises(shmload.JobError, match="left the threads Thread-1"):
         list(job(preload=["threading_module"]).map(same, [1]))
 
 
