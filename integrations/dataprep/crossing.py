@@ -25,6 +25,8 @@ import cloudpickle
 _LARGE_NBYTES = 1 << 16
 _HUGE_NBYTES = 2 << 20  # of a huge page: to copy into it takes a tenth of the time
 _NOTES = struct.Struct("qqq")
+MEMORY_NBYTES = 64 << 30
+"""The size of the file of a `Memory`. It takes the pages that are in use."""
 
 
 class Memory:
@@ -35,12 +37,12 @@ class Memory:
     result: to make and to free one costs more than to copy it.
 
     Args:
-        fd: an empty file in memory, the same for both; stays the caller's.
+        fd: a file in memory of `MEMORY_NBYTES`, the same for both; stays the caller's.
     """
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, 0)
-        self.used = 0
+        self._map = mmap.mmap(fd, MEMORY_NBYTES)
+        self.used = self._begun = 0
         """Where the buffers end that were put here, in bytes."""
 
     @property
@@ -49,26 +51,25 @@ class Memory:
         number, begun, since_ns = _NOTES.unpack_from(self._map)
         return number, begun, (time.monotonic_ns() - since_ns) / 1e9
 
-    def note(self, number: int, begun: int) -> None:
-        """Note what the process is at, as `notes` has it."""
-        _NOTES.pack_into(self._map, 0, number, begun, time.monotonic_ns())
+    def begin(self, number: int) -> None:
+        """Note that the process begins an item."""
+        self._begun += 1
+        _NOTES.pack_into(self._map, 0, number, self._begun, time.monotonic_ns())
 
     def clear(self) -> None:
         """Note that nothing is begun, and forget the buffers."""
-        self.note(-1, 0)
-        self.used = _NOTES.size
+        self._begun, self.used = -1, _NOTES.size
+        self.begin(-1)
 
     def put(self, content: memoryview) -> tuple[int, int]:
         """Copy a buffer to the end, and return its place."""
         place = self.used, self.used + content.nbytes
-        self._reach(place[1])
         self._map[place[0] : place[1]] = content
         self.used = place[1]
         return place
 
     def get(self, place: tuple[int, int]) -> bytearray | mmap.mmap:
         """Return a copy of what the other has put at a place."""
-        self._reach(place[1])
         nbytes = place[1] - place[0]
         with memoryview(self._map) as whole, whole[place[0] : place[1]] as content:
             if nbytes < _HUGE_NBYTES:
@@ -78,17 +79,9 @@ class Memory:
             copy[:] = content
             return copy
 
-    def _reach(self, end: int) -> None:
-        if end > len(self._map):  # the other may have made the file larger than this end
-            self._map.resize(max(end, self._map.size()))
-
     def close(self) -> None:
         """Unmap it."""
         self._map.close()
-
-
-MEMORY_NBYTES = _NOTES.size
-"""The size of a new file for a `Memory`."""
 
 
 class Parcel(NamedTuple):
@@ -120,24 +113,19 @@ def dump(value: object, memory: Memory) -> Parcel:
             places.append(memory.put(content))
         return is_small
 
-    return Parcel(_pickle(value, goes_inside), places)
+    return Parcel(dump_whole(value, goes_inside), places)
 
 
-def load(parcel: Parcel, memory: Memory) -> Any:
-    """Unpickle an object. Its tensors are on the CPU, contiguous, and without their history.
+def load(parcel: Parcel, memory: Memory) -> tuple[Any, BaseException | None]:
+    """Unpickle a result, and no error; or None, and an error: the one in its place, or a new one.
 
-    Raises:
-        Exception: what the object's own unpickling raises.
+    Its tensors are on the CPU, contiguous, and without their history.
     """
-    return pickle.loads(parcel.pickled, buffers=map(memory.get, parcel.places))
-
-
-def dump_whole(value: object) -> tuple[bytes, str]:
-    """Pickle an object with its buffers; return nothing, and why, if that is refused."""
     try:
-        return _pickle(value, None), ""
-    except Exception as exc:
-        return b"", f"it cannot be sent to another process: {describe_error(exc)}"
+        value = pickle.loads(parcel.pickled, buffers=map(memory.get, parcel.places))
+    except Exception as exc:  # of the result's own unpickling
+        return None, exc
+    return (None, value) if parcel.is_error else (value, None)
 
 
 def dump_error(error: BaseException) -> Parcel:
@@ -145,25 +133,20 @@ def dump_error(error: BaseException) -> Parcel:
 
     If it cannot be pickled and unpickled, a `RuntimeError` with its text goes instead.
     """
-    text = "".join(traceback.format_exception(error))
-    # Names of files in it may have surrogates, which UTF-8 cannot encode.
-    note = f"in a process of the job:\n{text.encode(errors='backslashreplace').decode()}"
+    note = f"in a process of the job:\n{''.join(traceback.format_exception(error))}"
     with contextlib.suppress(Exception):  # its class can raise anything
         error.add_note(note)
-        pickled = _pickle(error, None)
+        pickled = dump_whole(error)
         if isinstance(pickle.loads(pickled), BaseException):
             return Parcel(pickled, is_error=True)
     plain = RuntimeError(describe_error(error))
     plain.add_note(note)
-    return Parcel(_pickle(plain, None), is_error=True)
+    return Parcel(dump_whole(plain), is_error=True)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return class and message of an error; never raises."""
-    try:
-        text = str(error)
-    except Exception:  # its class can raise anything
-        text = "<exception str() failed>"
+    """Return class and message of an error."""
+    text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -175,7 +158,10 @@ def bytes_of(tensor: Any) -> Any:
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _pickle(value: object, goes_inside: Callable[[pickle.PickleBuffer], bool] | None) -> bytes:
+def dump_whole(
+    value: object, goes_inside: Callable[[pickle.PickleBuffer], bool] | None = None
+) -> bytes:
+    """Pickle an object with those of its buffers that go inside, or all; raise as `dump`."""
     # In a process that multiprocessing spawned, the program's main module has this name.
     if spawned := sys.modules.get("__mp_main__"):
         cloudpickle.register_pickle_by_value(spawned)

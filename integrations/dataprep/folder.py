@@ -9,26 +9,28 @@ Guarantee: a job that was killed does the shards again that it was at, and no ot
 folder has the same bytes. One job writes at a time.
 """
 
+import contextlib
 import fcntl
 import importlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
+
+import msgspec
 
 from shmload._host.files import TEMPORARY_SUFFIX
 from shmload.errors import ArgumentError, ResultsError, needing
-from shmload.integrations.dataprep.crossing import dump_whole
-from shmload.integrations.dataprep.pool import Task
 from shmload.integrations.dataprep.shards import (
     FORMATS,
     Row,
-    Shard,
+    Task,
     refused,
     results_error,
     write_whole,
@@ -56,7 +58,7 @@ class Report:
     shards: int = 0
 
 
-class Folder:
+class Folder(contextlib.AbstractContextManager["Folder"]):
     """A folder that one job writes; a context that frees it.
 
     Args:
@@ -80,7 +82,7 @@ class Folder:
     ) -> None:
         if format not in FORMATS:
             raise ArgumentError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
-        library = FORMATS[format].library
+        self._suffix, library, _ = FORMATS[format]
         with needing(library, f"the format {format!r}", f"'shmload[{format}]'"):
             importlib.import_module(library)
         if shard_items < 1:
@@ -105,9 +107,6 @@ class Folder:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._file.close()
@@ -140,11 +139,10 @@ class Folder:
                 (self.path / _INDEX).unlink(missing_ok=True)
                 self.report.computed += len(part)
                 rows = [
-                    Row(place, *dump_whole(item), name)
+                    Row.of(place, item, name)
                     for (place, item), name in zip(part, keys, strict=True)
                 ]
-                path = str(self._path(number))
-                yield Task(rows, Shard(path, self._format))
+                yield Task(rows, str(self._path(number)), self._format)
             else:
                 self.report.failed += len(errors)
         if self._path(self.report.shards).with_suffix(".json").exists():
@@ -156,16 +154,16 @@ class Folder:
         def write(file: BinaryIO) -> None:
             for number in range(self.report.shards):
                 path = self._path(number)
-                listed = json.loads(path.with_suffix(".json").read_text())
+                listed = msgspec.json.decode(path.with_suffix(".json").read_bytes())
                 for key in listed["keys"]:
                     error = listed["errors"].get(key)
                     line = {"key": key} | ({"error": error} if error else {"shard": path.name})
-                    file.write(json.dumps(line).encode() + b"\n")
+                    file.write(msgspec.json.encode(line) + b"\n")
 
         for left in self.path.glob(f"*{TEMPORARY_SUFFIX}"):  # of processes that were killed
             left.unlink()
         if not (self.path / _INDEX).exists():
-            write_whole(self.path / _INDEX, write)
+            write_whole(self.path / _INDEX, write, durable=True)
         return self.report
 
     def _path(self, number: int) -> Path:
@@ -211,13 +209,13 @@ class Folder:
         """Return the errors of a shard that is done, by key; None if it is to be done."""
         path = self._path(number).with_suffix(".json")
         try:
-            listed = json.loads(path.read_text())
-        except FileNotFoundError:
+            listed = msgspec.json.decode(path.read_bytes())
+        except (FileNotFoundError, msgspec.DecodeError):  # cut, by a loss of power
             return None
         there: list[str] = listed["keys"]
         if there != keys[: len(there)]:
             raise self._mismatch(f"{path.name} lists other items")
-        is_whole = path.with_suffix(FORMATS[self._format].suffix).exists()
+        is_whole = path.with_suffix(self._suffix).exists()
         errors: dict[str, str] = listed["errors"]
         return errors if is_whole and len(there) == len(keys) else None
 
@@ -246,12 +244,12 @@ class Results(Sequence[Any]):
         self._shards: dict[str, str] = {}
         try:
             self._format = json.loads((self.folder / _FACTS).read_text())["format"]
-            with (self.folder / _INDEX).open() as lines:
-                for line in map(json.loads, lines):
+            with (self.folder / _INDEX).open("rb") as lines:
+                for line in map(msgspec.json.decode, lines):
                     if "error" in line:
                         self.errors[line["key"]] = line["error"]
                     else:
-                        self._shards[line["key"]] = line["shard"]
+                        self._shards[line["key"]] = sys.intern(line["shard"])
         except FileNotFoundError as exc:
             reason = "has no index of results; run the job that writes it to its end"
             raise results_error(self.folder, reason) from exc

@@ -4,42 +4,35 @@ import contextlib
 import itertools
 import operator
 import os
+import reprlib
 import sys
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Sized,
-)
-from typing import Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from shmload._wording import logger_of
-from shmload.errors import ArgumentError, ItemFailed, JobError
+from shmload.errors import ArgumentError, ItemFailed
 from shmload.integrations.dataprep.crossing import describe_error, dump_whole
 from shmload.integrations.dataprep.folder import Folder, Report
-from shmload.integrations.dataprep.pool import Outcome, Pool, Task
+from shmload.integrations.dataprep.pool import Outcome, Pool
 from shmload.integrations.dataprep.processes import Setup
-from shmload.integrations.dataprep.runner import Function, caller
-from shmload.integrations.dataprep.shards import Row, write_shard
+from shmload.integrations.dataprep.runner import Function
+from shmload.integrations.dataprep.shards import Row, Task
 from shmload.integrations.handles import Handle
 
 logger = logger_of(__name__)
 
-Errors = Literal["raise", "pass"]
-"""What an item's error does: end the run, or stand in the result's place."""
-
 _HELD = 16
 """So many results of each process wait for an earlier one."""
 
+# Enough of an item to recognize it, such as a path.
+_ITEM = reprlib.Repr()
+_ITEM.maxstring = _ITEM.maxother = 200
 
-class Job:
+
+class Job(contextlib.AbstractContextManager["Job"]):
     """Processes that share a pipeline's weights, for any number of maps; a context that ends them.
 
     The processes start with the first item. One imports the libraries and loads the pipeline; the
@@ -52,7 +45,7 @@ class Job:
         components: load only these of the components with weights, the others are None; None for
             all.
         dtype: as for `load_pipeline`.
-        procs: how many processes; 0 to call the function in this process, for debugging.
+        procs: how many processes.
         device: where the models go: `cpu`; `cuda`, of which each process gets the next; `cuda:1`.
         threads: of each process, for torch. The last bit of some results depends on their number.
         preload: modules that the function needs, imported once for all processes; torch, diffusers
@@ -81,12 +74,11 @@ class Job:
         timeout_s: float | None = 3600.0,
         **source_kwargs: Any,
     ) -> None:
-        if procs < 0 or threads < 1:
-            raise ArgumentError(f"procs is {procs}, threads is {threads}; give 0 and 1 or more")
+        if procs < 1 or threads < 1:
+            raise ArgumentError(f"procs is {procs}, threads is {threads}; give 1 or more")
         given = source_kwargs | {"components": components, "dtype": dtype}
-        own = None
         if source is not None and not isinstance(source, Handle):
-            source = own = Handle.of(source, **given)
+            source = Handle.of(source, **given)
         elif extra := [name for name, value in given.items() if value is not None]:
             raise ArgumentError(f"the source is no path or hub id: do not give {', '.join(extra)}")
         self.handle = source
@@ -101,14 +93,7 @@ class Job:
         )
         self._procs = procs
         self._pool = Pool(self._setup, procs, timeout_s)
-        stack = contextlib.ExitStack()
-        if own:  # without processes this one loads it
-            stack.enter_context(own)
-        stack.callback(self._pool.close)
-        self._closing = weakref.finalize(self, stack.close)
-
-    def __enter__(self) -> Self:
-        return self
+        self._closing = weakref.finalize(self, self._pool.close)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -123,7 +108,7 @@ class Job:
         items: Iterable[Any],
         *,
         ordered: bool = True,
-        errors: Errors = "raise",
+        errors: Literal["raise", "pass"] = "raise",
         progress: bool | None = None,
     ) -> Iterator[Any]:
         """Call a function on every item, and yield what it returns.
@@ -149,9 +134,6 @@ class Job:
             JobError: a process has ended before it could work.
             ShmloadError: the pipeline cannot be loaded.
         """
-        _check(items)
-        if errors not in ("raise", "pass"):
-            raise ArgumentError(f"errors is {errors!r}; it must be 'raise' or 'pass'")
         numbered = enumerate(items)
         taken: dict[int, Any] = {}
         """Items that have no outcome yet, by number."""
@@ -159,17 +141,17 @@ class Job:
         given = 0
 
         def take(count: int) -> Task | None:
-            if len(held) >= _HELD * max(1, self._procs):
+            if len(held) >= _HELD * self._procs:
                 return None
             rows = []
             for number, item in itertools.islice(numbered, count):
                 taken[number] = item
-                rows.append(Row(number, *dump_whole(item)))
+                rows.append(Row.of(number, item))
             return Task(rows) if rows else None
 
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(_Bar(items, progress))
-            run = self._run(function, take, bar.show)
+            run = self._pool.run(dump_whole(function), take, bar.show)
             for outcome in stack.enter_context(contextlib.closing(run)):
                 held[outcome.row.number if ordered else given] = outcome
                 while given in held:
@@ -178,7 +160,7 @@ class Job:
                     item = taken.pop(row.number)
                     if error is not None:
                         value = _failed(row, item, error)
-                        if errors == "raise":
+                        if errors != "pass":
                             raise value
                     yield value
 
@@ -217,11 +199,10 @@ class Job:
             progress: as for `map`.
 
         Raises:
-            ItemFailed, JobError, ShmloadError: as `map`; shards that are done stay.
+            JobError, ShmloadError: as `map`; shards that are done stay.
             ArgumentError: two items have the same key.
             ResultsError: the folder is another job's, or has other results, or cannot be written.
         """
-        _check(items)
         known = self._facts(facts or {})
         with contextlib.ExitStack() as stack:
             there = stack.enter_context(Folder(folder, known, format, shard_items))
@@ -232,39 +213,14 @@ class Job:
             def show(done: int) -> None:
                 bar.show(done + report.items - report.computed)
 
-            run = self._run(function, lambda count: next(tasks, None), show)
-            for row, value, error in stack.enter_context(contextlib.closing(run)):
+            run = self._pool.run(dump_whole(function), lambda count: next(tasks, None), show)
+            for _, value, error in stack.enter_context(contextlib.closing(run)):
                 if error:
-                    raise error if isinstance(error, JobError) else _failed(row, row.key, error)
+                    raise error
                 report.failed += len(value)
                 for name, reason in value.items():
                     logger.warning("%s failed: %s", name, reason)
             return there.finish()
-
-    def _run(
-        self,
-        function: Function,
-        take: Callable[[int], Task | None],
-        show: Callable[[int], object],
-    ) -> Generator[Outcome]:
-        pickled, refusal = dump_whole(function)
-        if refusal:
-            raise TypeError(refusal)
-        if self._procs:
-            yield from self._pool.run(pickled, take, show)
-            return
-        done, call = 0, None
-        while task := take(1):
-            pipe = self.handle.load() if self.handle else None
-            call = call or caller(pipe, function, self._setup)
-            row = task.rows[0]
-            try:
-                value = write_shard(task.shard, task.rows, call) if task.shard else call(row)
-                outcome = Outcome(row, value)
-            except Exception as exc:
-                outcome = Outcome(row, None, exc)
-            show(done := done + len(task.rows))
-            yield outcome
 
     def _facts(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what results depend on: the pipeline, this job, and what the user says."""
@@ -283,14 +239,16 @@ class Job:
 
 
 def _failed(row: Row, item: object, error: BaseException) -> ItemFailed:
-    failed = row.failed(item, row.killed or describe_error(error))
-    failed.__cause__ = None if row.killed else error
+    reason = row.refusal or describe_error(error)
+    failed = ItemFailed(
+        f"item {row.number}, {_ITEM.repr(item)}: {reason}",
+        index=row.number,
+        item=item,
+        reason=reason,
+        endings=row.endings,
+    )
+    failed.__cause__ = None if row.refusal else error
     return failed
-
-
-def _check(items: object) -> None:
-    if isinstance(items, str | bytes):
-        raise ArgumentError(f"items is {items!r}; give the items themselves, such as a list")
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # it has no types

@@ -5,31 +5,27 @@ done again; the one at which three have ended is given up.
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from shmload.errors import ArgumentError, JobError
-from shmload.integrations.dataprep.crossing import Memory, Parcel, load
+from shmload.integrations.dataprep.crossing import load
 from shmload.integrations.dataprep.processes import ForkServer, Process, Setup
 from shmload.integrations.dataprep.runner import Entry
-from shmload.integrations.dataprep.shards import Row, Shard
+from shmload.integrations.dataprep.shards import Row, Task
 
 _ENDED = (
     "a process of the job ended before it could work; what it printed says why, or dmesg if the "
     "kernel ran out of memory"
 )
+# An item at which so many processes have ended is given up.
+_ATTEMPTS = 3
 _BATCH_ITEMS = 16
-_START_TIMEOUT_S = 3600.0
+_QUICK_S = 0.1
 _LOOK_S = 1.0
-
-
-class Task(NamedTuple):
-    """Items whose results are returned, or written as a shard."""
-
-    rows: list[Row]
-    shard: Shard | None = None
 
 
 class Outcome(NamedTuple):
@@ -54,13 +50,13 @@ class _Runner(Process):
 
     def post(self, task: Task, function: bytes) -> None:
         """Send it a task, once it is ready, and the job's function if that is another one."""
-        self.task = task
+        self.task, self.posted_at = task, time.monotonic()
         self.memory.clear()
         is_same = function is self._function
         if not is_same:
             self._function, self.batch = function, 1
         try:
-            self.connection.send((None if is_same else function, task.shard, task.rows))
+            self.connection.send((None if is_same else function, task))
         except OSError:  # it takes no more, and may have half a message; its end is seen
             self.kill()
 
@@ -163,14 +159,12 @@ class Pool:
         ready = connection.wait([*ends, *(runner.connection for runner in busy)], _LOOK_S)
         outcomes = []
         for runner in busy:
-            limit_s = self._timeout_s if runner.pid else _START_TIMEOUT_S
             if runner.connection in ready:
                 outcomes += self._hear(runner, function)
             elif runner.sentinel in ready:
                 self._bury(runner)
-            elif limit_s and runner.memory.notes[2] > limit_s:
-                what = "nothing" if runner.pid else "the pipeline was not loaded"
-                self._bury(runner, f"{what} within {limit_s:g} s")
+            elif runner.pid and self._timeout_s and runner.memory.notes[2] > self._timeout_s:
+                self._bury(runner, f"nothing within {self._timeout_s:g} s")
         return outcomes
 
     def _hear(self, runner: _Runner, function: bytes) -> list[Outcome]:
@@ -180,7 +174,7 @@ class Pool:
             JobError, Exception: as `run`.
         """
         try:
-            kind, parcels, is_quick = runner.connection.recv()
+            kind, parcels = runner.connection.recv()
             if kind == "ready":
                 runner.begin()
         except (EOFError, OSError):
@@ -189,22 +183,22 @@ class Pool:
         task = runner.task
         assert task
         if kind == "broken":
-            raise load(parcels[0], runner.memory)
+            _, error = load(parcels[0], runner.memory)
+            raise error or JobError(_ENDED)
         if kind == "ready":
             runner.post(task, function)
             return []
-        rows = [runner.row] if task.shard else task.rows[: len(parcels)]
-        rest = [] if task.shard else task.rows[len(parcels) :]
+        rows = [runner.row] if task.path else task.rows[: len(parcels)]
+        rest = [] if task.path else task.rows[len(parcels) :]
         if rest:
             self._again.append(Task(rest))
             runner.batch = len(rows)
-        elif is_quick:
+        elif time.monotonic() - runner.posted_at < _QUICK_S:
             runner.batch = min(2 * runner.batch, _BATCH_ITEMS)
         runner.task = None
         self._done += len(task.rows) - len(rest)
-        return [
-            _outcome(row, parcel, runner.memory) for row, parcel in zip(rows, parcels, strict=True)
-        ]
+        results = [load(parcel, runner.memory) for parcel in parcels]
+        return [Outcome(row, *result) for row, result in zip(rows, results, strict=True)]
 
     def _bury(self, runner: _Runner, how: str = "") -> None:
         """End a process, and have another one do its task.
@@ -221,18 +215,13 @@ class Pool:
         self._runners.remove(runner)
         ending = runner.end()
         if not runner.pid:
-            raise JobError(how or _ENDED)
+            raise JobError(_ENDED)
         others = [each for each in task.rows if each is not row]
         row = row._replace(endings=(*row.endings, how or ending))
-        if task.shard:  # first, so that little is lost again
-            self._again.append(Task([row, *others], task.shard))
-        else:
-            self._again += [Task(part) for part in ([row], others) if part]
-
-
-def _outcome(row: Row, parcel: Parcel, memory: Memory) -> Outcome:
-    try:
-        value = load(parcel, memory)
-    except Exception as exc:  # the result's own unpickling
-        return Outcome(row, None, exc)
-    return Outcome(row, None, value) if parcel.is_error else Outcome(row, value)
+        if len(row.endings) == _ATTEMPTS:
+            hint = "; perhaps the kernel ran out of memory, see dmesg"
+            row = row._replace(
+                refusal=f"{_ATTEMPTS} processes ended at it ({', '.join(row.endings)})"
+                f"{hint if 'SIGKILL' in row.endings else ''}"
+            )
+        self._again.append(task._replace(rows=[row, *others]))  # first: little is lost again

@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,12 +83,11 @@ class ForkServer(forkserver.ForkServer):
         pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
         if pid is None:
             return
+        end = os.pidfd_open(pid)
         os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + _END_TIMEOUT_S
-        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.002)
+        if not connection.wait([end], _END_TIMEOUT_S):
+            os.kill(pid, signal.SIGKILL)
+        os.close(end)
         self._stop()  # type: ignore[attr-defined]
 
 
@@ -227,8 +225,7 @@ def prepared(setup: Setup) -> tuple[Any, Exception | None]:
             importlib.import_module(module)
         if left := [thread.name for thread in threading.enumerate()[1:]]:
             raise JobError(
-                f"a module to preload has left the threads {', '.join(left)}, and a process with "
-                "threads cannot be forked; preload fewer modules"
+                f"a module to preload has left the threads {', '.join(left)}; do not preload it"
             )
     except Exception as exc:  # the outermost loop: the job must learn of any error
         return None, exc

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from shmload.errors import ArgumentError, JobError
 from shmload.integrations.dataprep.crossing import Memory, Parcel, dump, dump_error
 from shmload.integrations.dataprep.processes import Setup, inherited, prepared
-from shmload.integrations.dataprep.shards import Row, write_shard
+from shmload.integrations.dataprep.shards import Row, Task, write_shard
 
 Function = Callable[[Any, Any], Any]
 """Called with the pipeline and an item."""
@@ -39,7 +39,6 @@ class Entry(NamedTuple):
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Work for the job until it is gone."""
-        os.close(parent_sentinel)
         connection, memory = inherited()
         pipe, error = prepared(self.setup)
         try:
@@ -56,69 +55,57 @@ class Entry(NamedTuple):
         pickled, call = b"", None
         while True:
             try:
-                function, shard, rows = connection.recv()
+                function, task = connection.recv()
             except (EOFError, OSError):
                 return 0
             if function is not None:
                 pickled, call = function, None
             memory.clear()
             parcels: list[Parcel] = []
-            is_quick = False
             try:
-                call = call or caller(pipe, pickle.loads(pickled), self.setup, memory)
-                if shard:
-                    parcels.append(dump(write_shard(shard, rows, call), memory))
+                call = call or _caller(pipe, pickle.loads(pickled), self.setup, memory)
+                if task.path:
+                    parcels.append(dump(write_shard(task, call), memory))
                 else:
-                    is_quick = _compute(rows, call, memory, parcels)
+                    _compute(task, call, memory, parcels)
             except (Exception, SystemExit) as exc:  # the outermost loop around the user's code
                 parcels.append(dump_error(exc))
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 sys.stdout.flush()  # or a kill at the next item would lose what was printed
-            _tell(connection, "done", parcels, is_quick)
+            _tell(connection, "done", parcels)
 
 
-def _tell(
-    connection: Connection, kind: str, parcels: Sequence[Parcel] = (), is_quick: bool = False
-) -> None:
+def _tell(connection: Connection, kind: str, parcels: Sequence[Parcel] = ()) -> None:
     try:
-        connection.send((kind, parcels, is_quick))
+        connection.send((kind, parcels))
     except OSError:  # the job is gone, and its folder may be another's
         os._exit(1)
 
 
-def caller(
-    pipe: Any, function: Function, setup: Setup, memory: Memory | None = None
-) -> Callable[[Row], Any]:
+def _caller(pipe: Any, function: Function, setup: Setup, memory: Memory) -> Callable[[Row], Any]:
     """Return what calls a job's function, without gradients and with seeded generators.
 
     So a result depends on the item and its number alone, not on the process or the order.
-
-    Args:
-        pipe: the pipeline, or None.
-        function: of the job.
-        setup: of the job.
-        memory: where each item that is begun is noted, if this process is one of a job.
     """
     is_on_cpu = setup.device == "cpu"
     this = os.getpid()
 
     def call(row: Row) -> Any:
-        if memory:
-            memory.note(row.number, memory.notes[1] + 1)
-        if row.refusal or row.killed:
-            raise JobError(row.refusal or row.killed)
+        memory.begin(row.number)
+        if row.refusal:
+            raise JobError(row.refusal)
         digest = blake2b(f"{setup.seed}/{row.number}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed & 0xFFFFFFFF)
         item = pickle.loads(row.item)
-        torch = sys.modules.get("torch")
-        if torch:  # `torch.manual_seed` takes 0.2 ms, for devices that are not in use
+        if torch := sys.modules.get("torch"):
+            torch.set_grad_enabled(False)
+            # `torch.manual_seed` takes 0.2 ms, for devices that are not in use.
             (torch.default_generator if is_on_cpu else torch).manual_seed(seed)
         try:
-            with torch.no_grad() if torch else contextlib.nullcontext():
-                return function(pipe, item)
+            return function(pipe, item)
         finally:
             if os.getpid() != this:  # forked by the function, which has returned there too
                 os._exit(0)
@@ -126,29 +113,25 @@ def caller(
     return call
 
 
-def _compute(
-    rows: list[Row], call: Callable[[Row], Any], memory: Memory, parcels: list[Parcel]
-) -> bool:
-    """Compute some of the first items, at least one; return whether that was quick.
+def _compute(task: Task, call: Callable[[Row], Any], memory: Memory, parcels: list[Parcel]) -> None:
+    """Compute some of the first items, at least one.
 
     The others are handed back after `_BATCH_S`, or when the memory has `_BATCH_NBYTES`.
 
     Args:
-        rows: the items.
+        task: the items.
         call: computes one.
         memory: of this process.
         parcels: gets their results.
     """
     began = time.monotonic()
-    for row in rows:
+    for row in task.rows:
         try:
             parcels.append(dump(call(row), memory))
         except (Exception, SystemExit) as exc:
             parcels.append(dump_error(exc))
-        took_s = time.monotonic() - began
-        if took_s > _BATCH_S or memory.used > _BATCH_NBYTES:
-            return False
-    return took_s < _BATCH_S / 2
+        if time.monotonic() - began > _BATCH_S or memory.used > _BATCH_NBYTES:
+            return
 
 
 def move(pipe: Any, device: str, place: int) -> None:

@@ -3,39 +3,32 @@
     shard-00000.safetensors  the arrays of its items that have a result
     shard-00000.json         the keys of its items, and the errors of those that failed
 
-Guarantee: a shard counts once both files exist. They appear whole, the list last. The same
-results in the same order give the same bytes, with the same versions of the libraries.
+Guarantee: a shard counts once both files exist and the list is whole. The arrays are on the disk
+before the list gets its name. The same results in the same order give the same bytes, with the same
+versions of the libraries.
 """
 
-import json
+import functools
 import os
-import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import msgspec
 
 from shmload._host.files import replacing
 from shmload._wording import encodable
-from shmload.errors import ItemFailed, JobError, ResultsError
-from shmload.integrations.dataprep.crossing import bytes_of, describe_error
+from shmload.errors import JobError, ResultsError
+from shmload.integrations.dataprep.crossing import bytes_of, describe_error, dump_whole
 
-if TYPE_CHECKING:
-    import numpy as np
-
-ATTEMPTS = 3
-"""An item at which so many processes have ended is given up."""
-
-Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+Arrays = Mapping[str, Any]
 """The result of an item: contiguous arrays by name, of dtypes that safetensors has."""
 
 Stored = Sequence[tuple[int, str, Arrays]]
 """Items that have a result, in their order: number, key and arrays."""
 
 _ERROR_LENGTH = 1000
-# Enough of an item to recognize it, such as a path.
-_ITEM = reprlib.Repr()
-_ITEM.maxstring = _ITEM.maxother = 200
 _DTYPES = {
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64"),
@@ -49,97 +42,76 @@ class Row(NamedTuple):
     number: int
     item: bytes
     """Pickled."""
-    refusal: str = ""
-    """Why it cannot be pickled."""
     key: str = ""
+    refusal: str = ""
+    """Why it is given up; empty if it is not."""
     endings: tuple[str, ...] = ()
     """How processes have ended at it."""
 
-    @property
-    def killed(self) -> str:
-        """Why the item is given up; empty if it is not."""
-        if len(self.endings) < ATTEMPTS:
-            return ""
-        hint = "; perhaps the kernel ran out of memory, see dmesg"
-        return (
-            f"{len(self.endings)} processes ended at it ({', '.join(self.endings)})"
-            f"{hint if 'SIGKILL' in self.endings else ''}"
-        )
-
-    def failed(self, item: object, reason: str) -> ItemFailed:
-        """Return the error of the item.
-
-        Args:
-            item: the item itself, or its key.
-            reason: why there is no result.
-        """
-        return ItemFailed(
-            f"item {self.number}, {_ITEM.repr(item)}: {reason}",
-            index=self.number,
-            item=item,
-            reason=reason,
-            endings=self.endings,
-        )
+    @classmethod
+    def of(cls, number: int, item: object, key: str = "") -> Self:
+        """Return the row of an item, which is given up if it cannot be pickled."""
+        try:
+            return cls(number, dump_whole(item), key)
+        except Exception as exc:
+            refusal = f"it cannot be sent to another process: {describe_error(exc)}"
+            return cls(number, b"", key, refusal)
 
 
-class Shard(NamedTuple):
-    """Where the results of a shard's items go."""
+class Task(NamedTuple):
+    """Items whose results are returned, or written as a shard."""
 
-    path: str
-    """The path of its files, without their suffixes."""
-    format: str
+    rows: list[Row]
+    """In the order in which they are computed."""
+    path: str = ""
+    """The path of the shard's files, without their suffixes; empty if results are returned."""
+    format: str = ""
+    """The format of the shard."""
 
 
-def write_shard(shard: Shard, rows: Sequence[Row], call: Callable[[Row], Any]) -> dict[str, str]:
+def write_shard(task: Task, call: Callable[[Row], Any]) -> dict[str, str]:
     """Compute and write a shard; return the errors of its items that failed, by key.
 
     Args:
-        shard: where it goes.
-        rows: its items, in the order in which they are computed.
+        task: the shard.
         call: computes an item.
 
     Raises:
         ResultsError: the file system refuses the files.
-        JobError: the format's library refuses the results.
+        Exception: the format's library refuses the results.
     """
     results: dict[int, Arrays] = {}
     errors: dict[int, str] = {}
-    for row in rows:
+    for row in task.rows:
         try:
             results[row.number] = arrays_of(call(row))
         except (Exception, SystemExit) as exc:
             errors[row.number] = encodable(describe_error(exc))[:_ERROR_LENGTH]
-    rows = sorted(rows)
+    rows = sorted(task.rows)
     failed = {row.key: errors[row.number] for row in rows if row.number in errors}
     stored = [(row.number, row.key, results[row.number]) for row in rows if row.number in results]
-    suffix, _, write = FORMATS[shard.format]
+    suffix, _, write = FORMATS[task.format]
 
     def write_synced(file: BinaryIO) -> None:
         write(file, stored)
         file.flush()
-        os.fsync(file.fileno())  # its name survives with that of the list
+        os.fsync(file.fileno())  # the list may count without it
 
-    try:
-        write_whole(shard.path + suffix, write_synced, durable=False)
-    except ResultsError:
-        raise
-    except Exception as exc:
-        reason = describe_error(exc)
-        raise JobError(f"{shard.path}{suffix} cannot be written: {reason}") from exc
+    write_whole(task.path + suffix, write_synced)
     listed = {"keys": [row.key for row in rows], "errors": failed}
-    write_whole(shard.path + ".json", lambda file: file.write(json.dumps(listed).encode()))
+    write_whole(task.path + ".json", lambda file: file.write(msgspec.json.encode(listed)))
     return failed
 
 
 def write_whole(
-    path: str | Path, write: Callable[[BinaryIO], object], *, durable: bool = True
+    path: str | Path, write: Callable[[BinaryIO], object], *, durable: bool = False
 ) -> None:
     """Write a file whole or not at all.
 
     Args:
         path: of the file.
         write: writes its content.
-        durable: return once the file and all names in its folder survive a loss of power.
+        durable: return once it survives a loss of power.
 
     Raises:
         ResultsError: the file system refuses it.
@@ -174,8 +146,7 @@ def arrays_of(result: Any) -> Arrays:
     """
     if not isinstance(result, Mapping):
         raise TypeError(
-            f"the function returned a {type(result).__name__}; to be stored, a result must be a "
-            "dict of tensors or arrays by name"
+            f"the function returned a {type(result).__name__}; give tensors or arrays in a dict"
         )
     return {name: _array_of(name, result[name]) for name in sorted(result)}
 
@@ -186,7 +157,7 @@ def _array_of(name: Any, value: Any) -> Any:
 
     if not isinstance(name, str) or not name or "/" in name:
         raise TypeError(f"{name!r} cannot be the name of an array; give text without a slash")
-    dtype = str(getattr(value, "dtype", None)).removeprefix("torch.")
+    dtype = _name_of(getattr(value, "dtype", None))
     torch = sys.modules.get("torch")  # without it there are no tensors
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
     if dtype not in _DTYPES or (is_tensor and str(value.layout) != "torch.strided"):
@@ -198,6 +169,11 @@ def _array_of(name: Any, value: Any) -> Any:
         content = bytes_of(value).view(getattr(ml_dtypes, dtype, dtype))
         return content.reshape(tuple(value.shape))
     return np.ascontiguousarray(value).reshape(value.shape)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write_safetensors(file: BinaryIO, items: Stored) -> None:
@@ -215,13 +191,15 @@ def _write_parquet(file: BinaryIO, items: Stored) -> None:
     cell = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
     columns = {name: cell for _, _, arrays in items for name in arrays}
     if "key" in columns:
-        raise ValueError("no array may be called 'key', which is the column of the keys")
-    rows: list[dict[str, Any]] = []
-    for _, key, arrays in items:
-        rows.append({"key": key})
-        for name, array in arrays.items():
-            given = {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
-            rows[-1][name] = given
+        raise JobError("no array may be called 'key', which is the column of the keys")
+
+    def cell_of(array: Any) -> dict[str, Any]:
+        return {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
+
+    rows = [
+        {"key": key} | {name: cell_of(array) for name, array in arrays.items()}
+        for _, key, arrays in items
+    ]
     schema = pa.schema({"key": pa.string()} | dict(sorted(columns.items())))
     parquet.write_table(pa.Table.from_pylist(rows, schema), file, compression="none")
 
@@ -233,22 +211,13 @@ def _write_webdataset(file: BinaryIO, items: Stored) -> None:
     with TarWriter(file, encoder=False, mtime=0, user="", group="") as writer:
         for number, key, arrays in items:
             # webdataset ends a sample's own key at its first dot, so that is the number.
-            sample = {"json": json.dumps({"key": key}).encode(), "safetensors": save(dict(arrays))}
+            sample = {"json": msgspec.json.encode({"key": key}), "safetensors": save(dict(arrays))}
             writer.write({"__key__": f"{number:08}"} | sample)
 
 
-class Format(NamedTuple):
-    """How a shard is written."""
-
-    suffix: str
-    library: str
-    """The module that writes it."""
-    write: Callable[[BinaryIO, Stored], object]
-
-
 FORMATS = {
-    "safetensors": Format(".safetensors", "safetensors", _write_safetensors),
-    "parquet": Format(".parquet", "pyarrow", _write_parquet),
-    "webdataset": Format(".tar", "webdataset", _write_webdataset),
+    "safetensors": (".safetensors", "safetensors", _write_safetensors),
+    "parquet": (".parquet", "pyarrow", _write_parquet),
+    "webdataset": (".tar", "webdataset", _write_webdataset),
 }
-"""The formats by name."""
+"""The formats by name: the suffix of a shard, the library that writes it, and how."""

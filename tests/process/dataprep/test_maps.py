@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ import torch
 from watching import Watched
 
 import shmload
-from shmload.integrations.dataprep.processes import Process
 
 # Else the processes would import this module, and with it torch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -146,7 +144,7 @@ def test_failure_of_an_item_stands_in_its_place(job, item, said):
 
 def test_function_that_cannot_be_sent_is_an_error_at_once(job):
     lock = threading.Lock()
-    with pytest.raises(TypeError, match="cannot be sent to another process"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         list(job().map(lambda pipe, item: lock, [1]))
 
 
@@ -162,15 +160,11 @@ def test_errors_of_the_items_iterator_come_out(job):
 
 
 def test_arguments_are_checked(job):
-    for wrong, said in [({"procs": -1}, "procs is -1"), ({"threads": 0}, "threads is 0")]:
+    for wrong, said in [({"procs": 0}, "procs is 0"), ({"threads": 0}, "threads is 0")]:
         with pytest.raises(shmload.ArgumentError, match=said):
             job(**wrong)
     with pytest.raises(shmload.ArgumentError, match="do not give dtype"):
         job(dtype="bfloat16")
-    with pytest.raises(shmload.ArgumentError, match="give the items themselves"):
-        list(job().map(same, "abc"))
-    with pytest.raises(shmload.ArgumentError, match="errors is 'ignore'"):
-        list(job().map(same, [1], errors="ignore"))
 
 
 # Deaths -------------------------------------------------------------------------------------------
@@ -251,14 +245,6 @@ def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
         list(job(preload=["threading_module"]).map(same, [1]))
 
 
-def test_server_that_is_not_ready_in_time_is_an_error(job, tmp_path, monkeypatch):
-    (tmp_path / "waiting.py").write_text("import signal\nsignal.pause()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("shmload.integrations.dataprep.pool._START_TIMEOUT_S", 0.5)
-    with pytest.raises(shmload.JobError, match=r"not loaded within 0\.5 s"):
-        list(job(preload=["waiting"]).map(same, [1]))
-
-
 # Uses ---------------------------------------------------------------------------------------------
 
 
@@ -328,8 +314,8 @@ def test_random_numbers_depend_on_the_item_alone(job):
 
     found = list(job(preload=["torch"]).map(draw, range(5)))
     assert len(set(found)) == 5
-    assert list(job(procs=0).map(draw, range(5))) == found
-    assert list(job(procs=0, seed=1).map(draw, range(5))) != found
+    assert list(job(procs=1, preload=["torch"]).map(draw, range(5))) == found
+    assert list(job(procs=1, preload=["torch"], seed=1).map(draw, range(5))) != found
 
 
 def test_tensors_and_arrays_cross_as_they_are(job):
@@ -385,13 +371,3 @@ def test_progress_is_shown_when_asked_and_on_terminals(job, capfd):
     assert capfd.readouterr().err == ""
     list(job().map(same, range(10), progress=True))
     assert "10/10" in capfd.readouterr().err
-
-
-def test_process_whose_end_its_server_has_seen_is_not_killed_again():
-    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait()
-    process = object.__new__(Process)
-    process.pid, (process.sentinel, told) = ended.pid, os.pipe()  # told of it next
-    process.kill()
-    os.close(process.sentinel)
-    os.close(told)
