@@ -138,7 +138,7 @@ def test_tensor_that_is_deleted_frees_its_memory_at_once(device):
 @pytest.fixture
 def large_model(tmp_path):
     """A pipeline of 50 MB in bfloat16."""
-    return save_with_large_tensors(tmp_path / "large")
+    return save_with_large_tensors(tmp_path / "large", 256)
 
 
 @pytest.mark.slow

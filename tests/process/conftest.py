@@ -3,11 +3,11 @@
 import json
 import threading
 
-import diffusers
 import pytest
 import torch
 from devices import LateDevice
 from pipelines import build as build_pipeline
+from pipelines import save_with_large_tensors
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 from warming import TENSORS
@@ -157,15 +157,7 @@ def either_order(request):
 @pytest.fixture
 def large_pipeline(tmp_path):
     """A pipeline whose tensors have several pages, so that the kernel's page counts show reads."""
-    source = tmp_path / "large"
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(64, 128),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
-    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(source)
-    return source
+    return save_with_large_tensors(tmp_path / "large", 64)
 
 
 @pytest.fixture

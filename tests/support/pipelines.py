@@ -352,11 +352,14 @@ FAMILIES: tuple[str, ...] = tuple(
 )
 
 
-def save_with_large_tensors(folder: Path) -> Path:
-    """Save a pipeline of 50 MB in bfloat16, with tensors of megabytes; returns its folder."""
+def save_with_large_tensors(folder: Path, width: int) -> Path:
+    """Save a pipeline of one UNet; returns its folder.
+
+    With a width of 256 it has 50 MB in bfloat16, and tensors of megabytes.
+    """
     unet = diffusers.UNet2DModel(
         sample_size=8,
-        block_out_channels=(256, 512),
+        block_out_channels=(width, 2 * width),
         down_block_types=("DownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "UpBlock2D"),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from pipelines import save_with_large_tensors
 
 pytestmark = [pytest.mark.libraries, pytest.mark.slow]
 
@@ -66,17 +67,10 @@ def shard(tmp_path, monkeypatch, warm_python, shm_names):
 
 
 def test_the_host_has_one_copy_and_a_rank_its_slices(shard, tmp_path):
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(192, 384),
-        down_block_types=("DownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-    )
-    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "large")
+    source = save_with_large_tensors(tmp_path / "large", 192)
+    unet = diffusers.UNet2DModel.from_pretrained(source / "unet")
     names = ('["transformer"]', '["unet"]'), (").transformer", ").unet")
-    said, gathered = shard(
-        tmp_path / "large", *names, ("transformer._no_split_modules", '["ResnetBlock2D"]')
-    )
+    said, gathered = shard(source, *names, ("transformer._no_split_modules", '["ResnetBlock2D"]'))
     assert gathered.keys() == dict(unet.named_parameters()).keys()
     for name, wanted in unet.named_parameters():
         assert torch.equal(gathered[name], wanted.bfloat16())

@@ -1,46 +1,17 @@
 """The budget evicts the right segments, and refuses a load with no room in one clear message."""
 
 import pytest
+from listed import GIB, listed
 
 from shmload._segments.eviction import choose_victims
-from shmload._segments.listing import SegmentInfo
 from shmload._service.notice import service_budget
 from shmload.errors import SharedMemoryFull
 
-GIB = 1 << 30
-
-
-def segment(
-    name,
-    *,
-    nbytes=GIB,
-    used_at=0.0,
-    is_leased=False,
-    is_pinned=False,
-    source="",
-    needed_by=(),
-    created_at=0.0,
-):
-    return SegmentInfo(
-        name=name,
-        source=source or "/m/model.safetensors",
-        needed_by=needed_by,
-        conversion="BF16",
-        nbytes=nbytes,
-        created_at=created_at,
-        digest="",
-        is_leased=is_leased,
-        is_current=True,
-        used_at=used_at,
-        is_pinned=is_pinned,
-    )
-
-
 RESIDENT = [
-    segment("late", used_at=2.0),
-    segment("early", used_at=1.0),
-    segment("leased", is_leased=True),
-    segment("pinned", is_pinned=True),
+    listed("late", used_at=2.0),
+    listed("early", used_at=1.0),
+    listed("leased", is_leased=True),
+    listed("pinned", is_pinned=True),
 ]
 
 
@@ -55,14 +26,14 @@ def test_least_recently_used_goes_for_the_budget_and_for_the_memory(budget, room
 
 
 def test_what_a_publication_needs_goes_after_it():
-    base = segment("base", needed_by=("shm:x@1",))
-    other = segment("other", used_at=1.0)
-    idle = segment("idle", used_at=2.0, source="shm:x@1", created_at=1.0)
+    base = listed("base", needed_by=("shm:x@1",))
+    other = listed("other", used_at=1.0)
+    idle = listed("idle", used_at=2.0, source="shm:x@1", created_at=1.0)
     budget = service_budget(3 * GIB)
     for count, wanted in ((1, ["other"]), (2, ["other", "idle"]), (3, ["other", "idle", "base"])):
         victims = choose_victims([base, other, idle], count * GIB, 9 * GIB, budget)
         assert [info.name for info in victims] == wanted
-    pinned = segment("pinned", source="shm:x@1", is_pinned=True, created_at=1.0)
+    pinned = listed("pinned", source="shm:x@1", is_pinned=True, created_at=1.0)
     assert [each.name for each in choose_victims([base, other, pinned], GIB, 9 * GIB, budget)] == [
         "other"
     ]
@@ -81,8 +52,8 @@ def refusal(resident, nbytes=2 * GIB, budget=3 * GIB):
 
 
 LEASED, PINNED = (
-    segment("leased", is_leased=True, nbytes=2 * GIB),
-    segment("pinned", is_pinned=True, nbytes=2 * GIB),
+    listed("leased", is_leased=True, nbytes=2 * GIB),
+    listed("pinned", is_pinned=True, nbytes=2 * GIB),
 )
 
 

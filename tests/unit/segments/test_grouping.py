@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
+from listed import listed
 
 from shmload._checkpoints.source import Source
-from shmload._segments.listing import SegmentInfo, describe_user
+from shmload._segments.listing import describe_user
 from shmload._segments.metadata import Metadata, home_of
 from shmload._segments.models import find_models
 from shmload._segments.names import name_prefix
@@ -12,23 +13,9 @@ from shmload._segments.names import name_prefix
 
 def segment(key, *, root="/m/sd15", component="", **given):
     source = f"{root}/{component}/model.safetensors"
-    fields = {
-        "name": f"{name_prefix()}{key:0>30}",
-        "source": source,
-        "model": root.rpartition("/")[2],
-        "root": root,
-        "component": component,
-        "identity": source,
-        "conversion": "BF16",
-        "dtype": "bfloat16",
-        "nbytes": 100,
-        "created_at": 10.0,
-        "is_leased": False,
-        "is_current": True,
-        "used_at": 20.0,
-        "is_pinned": False,
-    }
-    return SegmentInfo(**fields | given)
+    usual = {"source": source, "identity": source, "root": root, "model": root.rpartition("/")[2]}
+    usual |= {"component": component, "dtype": "bfloat16"}
+    return listed(f"{name_prefix()}{key:0>30}", **usual | given)
 
 
 UNET, VAE = segment("1", component="unet", nbytes=90), segment("2", component="vae", nbytes=5)

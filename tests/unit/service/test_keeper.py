@@ -1,28 +1,12 @@
 """A budget that will not be kept to is warned of at the service's start."""
 
 import pytest
+from listed import GIB, listed
 
-from shmload._segments.listing import SegmentInfo
 from shmload._service import keeper
 from shmload._service.keeper import budget_warnings
 
-GIB = 1 << 30
-
-RESIDENT = [
-    SegmentInfo(
-        name=name,
-        source="/m/model.safetensors",
-        conversion="BF16",
-        nbytes=GIB,
-        created_at=0.0,
-        digest="",
-        is_leased=False,
-        is_current=True,
-        used_at=0.0,
-        is_pinned=False,
-    )
-    for name in "abcd"
-]
+RESIDENT = [listed(name) for name in "abcd"]
 
 
 @pytest.mark.parametrize(
