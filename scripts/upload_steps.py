@@ -1,6 +1,6 @@
-"""Times the steps of a copy of weights in memory to a GPU, for some sizes in GB.
+"""Times the steps of a copy of weights in memory to a GPU, of 4.5 and of 20 GB.
 
-    .venv/bin/python scripts/upload_steps.py [--pretend] [SIZE]...       # 4.5 and 20
+    .venv/bin/python scripts/upload_steps.py [--pretend]
 
 The weights are bfloat16 matrices of 38 MB, with a bias each, over a file in memory that is mapped
 as a segment is. Each size is copied twice; the second time is that of a process that has copied
@@ -13,15 +13,14 @@ import gc
 import json
 import mmap
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
+from benchmarks.gpu_probes import plain_rate
+from benchmarks.pretended import Pretended
 from torch import nn
 
 from shmload._devices.moves import Moves
@@ -30,68 +29,27 @@ from shmload._host.descriptors import inode_of
 from shmload._runtimes.kinds import runtime_of
 from shmload._runtimes.runtime import Runtime
 
+_SIZES_GB = (4.5, 20)
 _WIDTH = 4352
 _MATRIX_NBYTES = _WIDTH * _WIDTH * 2
 _BLOCK_NBYTES = _MATRIX_NBYTES + _WIDTH * 2
-_PLAIN_NBYTES = 1 << 30
-
-
-class _Nothing(Runtime):
-    """A device without one: its memory is never written, and takes none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.name = torch.device("cpu"), "no device"
-
-    def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in copies:
-            assert target.shape == source.shape
-
-    def follow(self) -> None:
-        pass
-
-    join = drain = follow
-
-    def record(self) -> Any:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def register(self, address: int, nbytes: int, *, read_only: bool) -> bool:
-        return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--pretend", action="store_true")
-    parser.add_argument("sizes", nargs="*", type=float, default=[4.5, 20])
-    asked = parser.parse_args()
-    if asked.pretend:
-        runtime: Runtime = _Nothing(torch.device("cpu"))
+    if parser.parse_args().pretend:
+        runtime: Runtime = Pretended(copies=False)
     else:
         runtime = runtime_of(torch.device("cuda:0"))
-        print(json.dumps({"plain copies, GB/s": _plain_rates()}))
-    for size in asked.sizes:
+        for name, is_pinned in {"page-locked": True, "pageable": False}.items():
+            rate = plain_rate("cuda:0", is_pinned=is_pinned) / 1e9
+            print(json.dumps({f"plain copy, {name}, GB/s": round(rate, 1)}))
+    for size in _SIZES_GB:
         file = _filled(round(size * 1e9 / _BLOCK_NBYTES))
         for _ in range(2):
             print(json.dumps({"GB": size} | _measure(file, runtime)), flush=True)
         os.close(file)
-
-
-def _plain_rates() -> dict[str, float]:
-    """Return how fast torch copies from page-locked memory, and from other memory."""
-    target = torch.empty(_PLAIN_NBYTES, dtype=torch.uint8, device="cuda")
-    rates = {}
-    for name, is_locked in {"page-locked": True, "pageable": False}.items():
-        source = torch.empty(_PLAIN_NBYTES, dtype=torch.uint8, pin_memory=is_locked).fill_(1)
-        target.copy_(source)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(4):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        rates[name] = round(4 * _PLAIN_NBYTES / (time.perf_counter() - began) / 1e9, 1)
-    return rates
 
 
 def _filled(blocks: int) -> int:
@@ -141,7 +99,10 @@ def _measure(file: int, runtime: Runtime) -> dict[str, object]:
         for each in undo:
             each()
     loop_s = reached["drain"] - reached["first slot locked"]
-    steps = {name: round((at - began) * 1e3, 1) for name, at in sorted(reached.items(), key=_at)}
+    steps = {
+        name: round((at - began) * 1e3, 1)
+        for name, at in sorted(reached.items(), key=itemgetter(1))
+    }
     del module
     gc.collect()
     if torch.cuda.is_available():
@@ -152,10 +113,6 @@ def _measure(file: int, runtime: Runtime) -> dict[str, object]:
         "loop, GB/s": round(nbytes / loop_s / 1e9, 1),
         "call, GB/s": round(nbytes / call_s / 1e9, 1),
     }
-
-
-def _at(step: tuple[str, float]) -> float:
-    return step[1]
 
 
 def _noting(

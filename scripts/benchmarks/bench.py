@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,10 @@ from typing import Any
 
 import shmload
 from benchmarks import checkpoints, probes
-from benchmarks.figures import Figure, Result, Rounds, interleave
-
-FLUX_BLOCKS = 8
-"""Double blocks of the transformer of the suite `gpu`; it has 1.5 times as many single blocks."""
-
-Way = Callable[[], Result]
+from benchmarks.figures import Figure, Result, Rounds, Way, interleave
 
 _SCRIPTS = Path(__file__).parents[1]
-_QUICK_TIMEOUT_S = 15
-_ATTEMPTS = 3
+_TIMEOUT_S = 300
 # Part of each checkpoint's path; raise it when the content of one changes.
 _VERSION = 1
 # Variables that configure the libraries or shmload, and could make two runs differ.
@@ -44,11 +38,6 @@ class Ran:
     times: Result
     """`ready_s` to the first line, `wall_s` to the end, and `cpu_s`, which includes children."""
 
-    @property
-    def result(self) -> Any:
-        """The JSON of the last line; the libraries may print before it."""
-        return json.loads(self.output.splitlines()[-1])
-
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -60,11 +49,8 @@ class Bench:
     """Directory for the sockets of the measured processes; its path must be short."""
     rounds: int
     announce: Callable[[str], None]
-    blocks: int = FLUX_BLOCKS
     is_quick: bool = False
     """Whether the checkpoints are tiny, to try a suite."""
-    timeout_s: float = 300
-    """The most that a measured process may take."""
 
     def source(self, name: str) -> Path:
         """Return the path of a checkpoint; `checkpoints` has the names."""
@@ -77,7 +63,6 @@ class Bench:
             if directory.is_dir():
                 continue
             self.announce(f"making {directory}")
-            self.work.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.work, prefix="unfinished-") as folder:
                 made = Path(folder, directory.name)
                 self.ask(checkpoints.make, name, made, self.work)
@@ -104,18 +89,14 @@ class Bench:
             "XDG_RUNTIME_DIR": str(self.runtime),
         }
 
-    def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> Ran:
+    def run(self, command: Sequence[str | Path], **variables: str) -> Ran:
         """Run a command and time it from outside.
-
-        Args:
-            command: the program and its arguments.
-            variables: of the environment, in addition to `environment`.
 
         Raises:
             ProbeFailed: it failed, or took too long.
         """
         with tempfile.TemporaryFile("w+") as errors:
-            cpu_before = _children_cpu_s()
+            cpu_before = sum(os.times()[2:4])
             began = time.perf_counter()
             process = subprocess.Popen(
                 command,
@@ -126,7 +107,7 @@ class Bench:
                 stderr=errors,
                 text=True,
             )
-            watchdog = threading.Timer(self.timeout_s, process.kill)
+            watchdog = threading.Timer(_TIMEOUT_S, process.kill)
             watchdog.start()
             assert process.stdout
             try:
@@ -141,39 +122,29 @@ class Bench:
             wall_s = time.perf_counter() - began
             errors.seek(0)
             said = errors.read()
-        words = " ".join(map(str, command))[:200]
         if code:
-            is_late = wall_s > self.timeout_s
-            end = f"still ran after {self.timeout_s} s" if is_late else f"exited with {code}"
-            raise ProbeFailed(f"{words} {end}:\n{said}")
-        cpu_s = _children_cpu_s() - cpu_before
-        times = {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s}
-        return Ran(output, said, times)
+            words = " ".join(map(str, command))[:200]
+            raise ProbeFailed(f"{words} ended with {code} after {wall_s:.0f} s:\n{said}")
+        cpu_s = sum(os.times()[2:4]) - cpu_before
+        return Ran(output, said, {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s})
 
     def python(self, code: str, source: object = "", **variables: str) -> Way:
         """Return what times `python -c`, with the path of a source in the code."""
         command = [sys.executable, "-c", code.format(source=str(source))]
-        return lambda: self.run(command, variables).times
+        return lambda: self.run(command, **variables).times
 
-    def ask(
-        self,
-        function: Callable[..., Any],
-        /,
-        *arguments: object,
-        prefix: Sequence[str] = (),
-        **variables: str,
-    ) -> Any:
+    def ask(self, function: Callable[..., Any], /, *arguments: object, **variables: str) -> Any:
         """Run a function of a suite in a fresh process and return its JSON value.
 
         Args:
             function: of a module; it prints nothing after its result.
             arguments: of the function; paths become text.
-            prefix: a command that runs the process.
             variables: of the environment, in addition to `environment`.
         """
-        command = [*prefix, *probes.command_of(function, *arguments)]
         path = os.pathsep.join(filter(None, [str(_SCRIPTS), os.getenv("PYTHONPATH")]))
-        return self.run(command, {"PYTHONPATH": path} | variables).result
+        command = probes.command_of(function, *arguments)
+        ran = self.run(command, **{"PYTHONPATH": path} | variables)
+        return json.loads(ran.output.splitlines()[-1])  # the libraries may print before
 
     def probe(self, function: Callable[..., Any], /, *arguments: object, **variables: str) -> Way:
         """Return what runs a function as `ask` does."""
@@ -187,32 +158,36 @@ class Bench:
         Some machines drop pages from the page cache after a minute without use.
         """
         files = [file for source in sources for file in weight_files(source)]
-        prepare = partial(drop_page_cache if is_cold else fill_page_cache, files)
+        prepare = partial(_drop_page_cache if is_cold else _fill_page_cache, files)
         rounds = self.rounds * factor
         return interleave(ways, rounds, prepare=prepare, announce=self.announce)
 
+    def load(self, kind: str, way: str, small: Path, source: Path, **variables: str) -> Way:
+        """Return what loads a source in bfloat16 in a fresh process; see `probes.attach`.
+
+        For shmload, what the same load has kept before is in memory.
+        """
+        run = self.probe(probes.attach, kind, way, small, source, **variables)
+        if way != "shmload":
+            return run
+
+        def attach() -> Result:
+            if not self.resident(source):
+                run()
+            return run()
+
+        return attach
+
     # Segments -------------------------------------------------------------------------------------
 
-    def warm(self, source: Path) -> Result:
+    def warm(self, source: Path) -> None:
         """Make a source resident in bfloat16."""
-        found: Result = self.ask(probes.warm, source)
-        return found
+        self.run([sys.executable, "-m", "shmload", "warm", source, "--dtype", "bfloat16"])
 
-    def while_resident(self, source: Path, run: Way) -> Result:
-        """Run with resident weights; repeat it if another program removed them."""
-        for _ in range(_ATTEMPTS):
-            self.warm(source)
-            before = self.resident()
-            result = run()
-            if before and before <= self.resident():
-                return result
-            self.announce("another program removed the segments; once more")
-        raise ProbeFailed("another program keeps removing the segments")
-
-    def resident(self) -> set[str]:
-        """Return the names of the segments that this program made resident."""
-        root = f"{self.work}{os.sep}"
-        return {info.name for info in shmload.segments() if info.source.startswith(root)}
+    def resident(self, source: Path | None = None) -> list[str]:
+        """Return the names of the segments that this program made resident, or of one source."""
+        root = f"{source or self.work}{os.sep}"
+        return [info.name for info in shmload.segments() if info.source.startswith(root)]
 
     def evict(self) -> None:
         """Remove the segments that this program made resident, and no others."""
@@ -241,11 +216,12 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(path for suffix in suffixes for path in directory.rglob(f"*.{suffix}"))
 
 
-def weights_nbytes(files: Collection[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
+def weights_nbytes(*directories: Path) -> int:
+    """Return the size of the weight files below some directories."""
+    return sum(path.stat().st_size for each in directories for path in weight_files(each))
 
 
-def fill_page_cache(paths: list[Path]) -> None:
+def _fill_page_cache(paths: list[Path]) -> None:
     """Read files, so that no measurement waits for the disk."""
     buffer = memoryview(bytearray(8 << 20))
     for path in paths:
@@ -254,13 +230,9 @@ def fill_page_cache(paths: list[Path]) -> None:
                 pass
 
 
-def drop_page_cache(paths: list[Path]) -> None:
+def _drop_page_cache(paths: list[Path]) -> None:
     """Have the kernel forget files, so that a measurement reads them from the disk."""
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file)  # what is not on the disk yet cannot be forgotten
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _children_cpu_s() -> float:
-    return sum(os.times()[2:4])

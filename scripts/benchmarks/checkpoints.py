@@ -1,15 +1,14 @@
 """The checkpoints of the benchmarks, by name; their weights are seeded noise.
 
 sd15-fp32, sd15-bf16            Stable Diffusion 1.5's classes and sizes
-sd15-fp32-bin, sd15-bf16-bin    the same in PyTorch's files
+sd15-fp32-bin                   the same in PyTorch's files
 small-fp32                      the same classes, tiny
-sdxl-fp16-file                  Stable Diffusion XL with fewer blocks, as one file: 1.5 of 3.5
-                                billion parameters, which fit beside their copies in 24 GiB
-flux-8-fp32, flux-8-bf16        Flux's transformer with 8 double and 12 single blocks, or others
-flux-small, flux-keys           the same class, tiny: with a block of each kind, and with 2,000
-tensors-90000                   files with 7,500, 30,000 and 90,000 tensors of 1 KiB
-flux-gguf-whole                 all of Flux's transformer as GGUF, by its authors' names, in Q4_K
-flux-gguf, flux-gguf-small      two double and four single blocks of it; a tiny one
+sd15-fp32-file                  the same as one file, without the safety checker
+small-file                      a tiny one
+flux-8-fp32, flux-8-bf16        Flux's transformer with 8 double and 12 single blocks
+flux-small                      the same class, tiny
+flux-gguf                       all of Flux's transformer as GGUF, by its authors' names, in Q4_K
+flux-gguf-small                 a tiny one
 
 A directory of one file has the folder `config` beside it.
 """
@@ -17,31 +16,26 @@ A directory of one file has the folder `config` beside it.
 import itertools
 import json
 import math
-import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TENSOR_COUNTS = (7_500, 30_000, 90_000)
-FLUX_SMALL = {
+# The pipelines, models and names that the tests have too.
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+
+_FLUX_SMALL = {
     "attention_head_dim": 16,
     "axes_dims_rope": (4, 4, 8),
     "in_channels": 4,
     "joint_attention_dim": 32,
     "num_attention_heads": 2,
-    "num_layers": 1,
-    "num_single_layers": 1,
     "pooled_projection_dim": 32,
 }
-"""Configuration of the small transformer."""
 _GGUF_SMALL = {"num_attention_heads": 4, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+_CLIP_WORDS = 49_408
 _NOISE_STD = 0.02
-_TENSOR_NBYTES = 1024
-_SHARD_NBYTES = 4_000_000_000
 _K_ELEMENTS = 256
 
 
@@ -56,33 +50,26 @@ def make(name: str, directory: str, work: str) -> None:
     folder = Path(directory)
     ending = folder.name.removeprefix(name)
     is_quick = "quick" in ending
-    if match := re.fullmatch(r"flux-(\d+)-(fp32|bf16)", name):
-        blocks = int(match[1])
-        config: dict[str, Any] = {"num_layers": blocks, "num_single_layers": blocks * 3 // 2}
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[match[2]]
-        make_flux(folder, FLUX_SMALL if is_quick else config, dtype)
-        return
-    many = 2 if is_quick else 2_000
-    one_each = {"num_layers": 1, "num_single_layers": 1}
-    makers: dict[str, Callable[[], None]] = {
+    fp32 = Path(work, f"sd15-fp32{ending}")
+    large = _FLUX_SMALL | _blocks(1, 1) if is_quick else _blocks(8, 12)
+    makers = {
         "small-fp32": lambda: _save_tiny(folder),
         "sd15-fp32": lambda: _save_tiny(folder) if is_quick else _make_sd15(folder),
-        "sd15-bf16": lambda: _make_bf16(folder, Path(work, f"sd15-fp32{ending}")),
-        "sd15-fp32-bin": lambda: _make_bin(folder, Path(work, f"sd15-fp32{ending}")),
-        "sd15-bf16-bin": lambda: _make_bin(folder, Path(work, f"sd15-bf16{ending}")),
-        "sdxl-fp16-file": lambda: _save_file(_sdxl(is_quick=is_quick), folder),
-        "flux-small": lambda: make_flux(folder, FLUX_SMALL, "bfloat16"),
-        "flux-keys": lambda: make_flux(
-            folder, FLUX_SMALL | {"num_layers": many, "num_single_layers": many}, "bfloat16"
-        ),
-        "tensors-90000": lambda: _make_tensors(folder),
-        "flux-gguf-whole": lambda: _make_gguf(folder, one_each if is_quick else {}),
-        "flux-gguf": lambda: _make_gguf(
-            folder, one_each if is_quick else {"num_layers": 2, "num_single_layers": 4}
-        ),
-        "flux-gguf-small": lambda: _make_gguf(folder, one_each | _GGUF_SMALL),
+        "sd15-bf16": lambda: _make_bf16(folder, fp32),
+        "sd15-fp32-bin": lambda: _make_bin(folder, fp32),
+        "sd15-fp32-file": lambda: _make_file(folder, fp32),
+        "small-file": lambda: _make_file(folder, Path(work, f"small-fp32{ending}")),
+        "flux-8-fp32": lambda: _make_flux(folder, large, "float32"),
+        "flux-8-bf16": lambda: _make_flux(folder, large, "bfloat16"),
+        "flux-small": lambda: _make_flux(folder, _FLUX_SMALL | _blocks(1, 1), "bfloat16"),
+        "flux-gguf": lambda: _make_gguf(folder, _blocks(1, 1) if is_quick else {}),
+        "flux-gguf-small": lambda: _make_gguf(folder, _blocks(1, 1) | _GGUF_SMALL),
     }
     makers[name]()
+
+
+def _blocks(double: int, single: int) -> dict[str, Any]:
+    return {"num_layers": double, "num_single_layers": single}
 
 
 # Stable Diffusion ---------------------------------------------------------------------------------
@@ -91,23 +78,71 @@ def make(name: str, directory: str, work: str) -> None:
 def _make_sd15(directory: Path) -> None:
     import diffusers
     import transformers
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 
-    from benchmarks.published import PIPELINES
-
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    vision |= {"num_hidden_layers": 24, "patch_size": 14}
+    text = transformers.CLIPTextConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_attention_heads=12,
+        num_hidden_layers=12,
+        projection_dim=768,
+        vocab_size=_CLIP_WORDS,
+    )
+    checker = transformers.CLIPConfig(projection_dim=768, vision_config=vision)
     pipe = diffusers.StableDiffusionPipeline(
-        **{name: _filled(model.make()) for name, model in PIPELINES["sd15"].items()},
+        unet=_filled(
+            diffusers.UNet2DConditionModel,
+            attention_head_dim=8,
+            cross_attention_dim=768,
+            sample_size=64,
+        ),
+        vae=_filled(
+            diffusers.AutoencoderKL,
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+        ),
+        text_encoder=_filled(transformers.CLIPTextModel, text),
+        safety_checker=_filled(StableDiffusionSafetyChecker, checker),
         tokenizer=_tokenizer(directory / "tokenizer"),
         scheduler=diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1),
         feature_extractor=transformers.CLIPImageProcessor(),
     )
-    _save(pipe, directory)
+    pipe.save_pretrained(directory)
+    # `save_pretrained` writes one `tokenizer.json` instead of vocabulary and merges, which takes
+    # five times as long to load. Stable Diffusion 1.5's repositories do not have it.
+    shutil.rmtree(directory / "tokenizer")
+    _tokenizer(directory / "tokenizer")
+
+
+def _filled(model_class: Any, *arguments: Any, **config: Any) -> Any:
+    """Make a model with noise; it is only saved, so other buffers may hold anything."""
+    import torch
+
+    with torch.device("meta"):
+        model = model_class(*arguments, **config)
+    filled = model.to_empty(device="cpu").eval()
+
+    def fill(seed: int, parameter: torch.Tensor) -> None:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        parameter.data.normal_(0, _NOISE_STD, generator=generator)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, itertools.count(), filled.parameters()))
+    return filled
 
 
 def _make_bf16(directory: Path, source: Path) -> None:
     import torch
     from diffusers import StableDiffusionPipeline
 
-    _save(StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16), directory)
+    pipe = StableDiffusionPipeline.from_pretrained(source, torch_dtype=torch.bfloat16)
+    pipe.save_pretrained(directory)
+    shutil.rmtree(directory / "tokenizer")
+    shutil.copytree(source / "tokenizer", directory / "tokenizer")
 
 
 def _make_bin(directory: Path, source: Path) -> None:
@@ -122,78 +157,27 @@ def _make_bin(directory: Path, source: Path) -> None:
 
 def _save_tiny(directory: Path) -> None:
     import diffusers
+    import pipelines
 
-    pipe = _tiny("stable-diffusion")
+    pipe = pipelines.build("stable-diffusion")
     # Of the same class as the large one's.
     pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
     pipe.save_pretrained(directory)
 
 
-def _tiny(family: str) -> Any:
-    """Return one of the tests' pipelines."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
-    import pipelines
-
-    return pipelines.build(family)
-
-
-def _sdxl(*, is_quick: bool) -> Any:
-    """Return a pipeline in float16."""
-    import diffusers
-
-    from benchmarks.published import PIPELINES
-
-    if is_quick:
-        return _tiny("sdxl").half()
-    fewer: dict[str, dict[str, Any]] = {
-        "text_encoder_2": {"num_hidden_layers": 16},  # of 32
-        "unet": {"transformer_layers_per_block": (1, 2, 3)},  # (1, 2, 10)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = _tokenizer(Path(folder))
-    return diffusers.StableDiffusionXLPipeline(
-        **{
-            part: _filled(model.make(**fewer.get(part, {})).half())
-            for part, model in PIPELINES["sdxl"].items()
-        },
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer,
-        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
-    )
-
-
-def _save_file(pipe: Any, directory: Path) -> None:
+def _make_file(directory: Path, source: Path) -> None:
     """Save a pipeline as one file, and its directory without weights."""
-    from benchmarks import single_files
+    import single_files
+    from diffusers import StableDiffusionPipeline
 
-    config = directory / "config"
-    pipe.save_pretrained(config)
-    for path in [*config.rglob("*.safetensors"), *config.rglob("*.index.json")]:
-        path.unlink()
+    shutil.copytree(
+        source, directory / "config", ignore=shutil.ignore_patterns("*.safetensors", "safety_*")
+    )
+    pipe = StableDiffusionPipeline.from_pretrained(
+        source, safety_checker=None, requires_safety_checker=False
+    )
+    pipe.save_config(directory / "config")
     single_files.write(pipe, directory / "model.safetensors")
-
-
-def _filled(model: Any) -> Any:
-    """Fill a model of the meta device; it is only saved, so other buffers may hold anything."""
-    import torch
-
-    generator = torch.Generator("cpu").manual_seed(0)
-    filled = model.to_empty(device="cpu").eval()
-    for parameter in filled.parameters():
-        parameter.data.normal_(0, _NOISE_STD, generator=generator)
-    return filled
-
-
-def _save(pipe: Any, directory: Path) -> None:
-    """Save a pipeline in the layout of the hub: the tokenizer as vocabulary and merges.
-
-    `save_pretrained` writes one `tokenizer.json` instead, which takes five times as long to load
-    (0.15 s against 0.03 s with transformers 5.23). Stable Diffusion 1.5's repositories do not have
-    it.
-    """
-    pipe.save_pretrained(directory)
-    shutil.rmtree(directory / "tokenizer")
-    _tokenizer(directory / "tokenizer")
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -201,12 +185,13 @@ def _tokenizer(folder: Path) -> Any:
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
-    from benchmarks.published import CLIP_WORDS
-
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
     specials = ("<|startoftext|>", "<|endoftext|>")
-    merges = list(itertools.islice(_merges(), CLIP_WORDS - len(pieces) - len(specials)))
+    merges = list(itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=2))
+    pairs = [left + right for left, right in merges]
+    merges += itertools.product(pairs, repeat=2)
+    merges = merges[: _CLIP_WORDS - len(pieces) - len(specials)]
     pieces += [left + right for left, right in merges]
     vocabulary = {piece: number for number, piece in enumerate((*pieces, *specials))}
     lines = ("#version: 0.2", *(f"{left} {right}" for left, right in merges), "")
@@ -223,81 +208,28 @@ def _tokenizer(folder: Path) -> Any:
     return CLIPTokenizer.from_pretrained(folder)
 
 
-def _merges() -> Iterator[tuple[str, str]]:
-    """Yield pairs of existing pieces; each pair makes a new piece."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    pairs = [left + right for left in letters for right in letters]
-    for suffix in ("", "</w>"):
-        yield from ((left, right + suffix) for left in letters for right in letters)
-    for suffix in ("", "</w>"):
-        yield from ((pair, right + suffix) for pair in pairs for right in letters)
-    yield from ((left, right) for left in pairs for right in pairs)
+# Flux, GGUF ------------------------------------------------------------------------------
 
 
-# Tensors, Flux, GGUF ------------------------------------------------------------------------------
-
-
-def _make_tensors(directory: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    directory.mkdir()
-    generator = torch.Generator("cpu").manual_seed(0)
-    for count in TENSOR_COUNTS:
-        tensors = {
-            f"model.layers.{number // 10}.block.{number % 10}.weight": torch.randn(
-                _TENSOR_NBYTES // 4, generator=generator
-            )
-            for number in range(count)
-        }
-        save_file(tensors, directory / f"{count}.safetensors", {"format": "pt"})
-
-
-def make_flux(
-    directory: Path, config: dict[str, Any], dtype: str, shard_nbytes: int = _SHARD_NBYTES
-) -> None:
+def _make_flux(directory: Path, config: dict[str, Any], dtype: str) -> None:
     """Make a pipeline whose only model is a transformer of Flux's class.
 
     Args:
         directory: where to write.
         config: of the transformer, where it differs from Flux.1-dev.
         dtype: of the weights: `float32` or `bfloat16`.
-        shard_nbytes: size limit of a shard; memory holds one shard.
     """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
 
-    with torch.device("meta"):
-        model = FluxTransformer2DModel(**{"guidance_embeds": True, **config})
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    model = _filled(FluxTransformer2DModel, guidance_embeds=True, **config)
     absent = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    pipe = FluxPipeline(scheduler=scheduler, transformer=model, **dict.fromkeys(absent, None))
-    pipe.save_config(directory)
-    scheduler.save_pretrained(directory / "scheduler")
-    folder = directory / "transformer"
-    model.save_config(folder)
-    tensors = model.to(getattr(torch, dtype)).state_dict()
-    seeds = {name: seed for seed, name in enumerate(tensors)}
-
-    def noise(name: str) -> torch.Tensor:
-        generator = torch.Generator("cpu").manual_seed(seeds[name])
-        values = torch.empty(tensors[name].shape).normal_(0, _NOISE_STD, generator=generator)
-        return values.to(tensors[name].dtype)
-
-    shards = split_torch_state_dict_into_shards(
-        tensors,
-        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
-        max_shard_size=shard_nbytes,
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        transformer=model.to(getattr(torch, dtype)),
+        **dict.fromkeys(absent),
     )
-    with ThreadPoolExecutor() as pool:
-        for file, names in shards.filename_to_tensors.items():
-            made = dict(zip(names, pool.map(noise, names), strict=True))
-            save_file(made, folder / file, {"format": "pt"})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    pipe.save_pretrained(directory)
 
 
 def _make_gguf(directory: Path, config: dict[str, Any]) -> None:
@@ -306,8 +238,7 @@ def _make_gguf(directory: Path, config: dict[str, Any]) -> None:
     import numpy as np
     import torch
     from diffusers import FluxTransformer2DModel
-
-    from benchmarks.single_files import flux_transformer
+    from single_files import flux_transformer
 
     with torch.device("meta"):
         model = FluxTransformer2DModel(guidance_embeds=False, **config)

@@ -1,4 +1,4 @@
-"""Measured numbers: interleaved rounds, their medians and spreads, and rows with targets."""
+"""Measured numbers: rounds in turn, their medians and spreads, and rows with targets."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 Result = Mapping[str, float]
 """The values of one run by name; the name's end is the unit: `_s`, `nbytes`, `bytes_per_s`."""
+Way = Callable[[], Result]
 
 _UNITS = {"bytes_per_s": ("GB/s", 1e-9), "nbytes": ("MB", 1e-6), "_s": ("s", 1.0)}
 
@@ -20,14 +21,6 @@ class Sample:
     @property
     def median(self) -> float:
         return statistics.median(self.values)
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
-        """The first and the third; for a single value, that value twice."""
-        if len(self.values) < 2:
-            return self.median, self.median
-        first, _, third = statistics.quantiles(self.values, n=4, method="inclusive")
-        return first, third
 
     def scaled(self, factor: float, unit: str | None = None) -> "Sample":
         """Multiply; the unit stays the same if none is given."""
@@ -48,13 +41,6 @@ class Sample:
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)), "x")
 
 
-def sample_of(results: Iterable[Result], name: str) -> Sample:
-    """Return the values of a name, in the unit that its end says."""
-    ends = (known for end, known in _UNITS.items() if name.endswith(end))
-    unit, factor = next(ends, ("", 1.0))
-    return Sample(tuple(result[name] * factor for result in results), unit)
-
-
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """The results of several ways, measured in turn."""
@@ -62,8 +48,10 @@ class Rounds:
     results: Mapping[str, tuple[Result, ...]]
 
     def sample(self, way: str, name: str) -> Sample:
-        """Return one way's values of this name, one for each round."""
-        return sample_of(self.results[way], name)
+        """Return one way's values of this name, one for each round, in the unit of the name."""
+        ends = (known for end, known in _UNITS.items() if name.endswith(end))
+        unit, factor = next(ends, ("", 1.0))
+        return Sample(tuple(result[name] * factor for result in self.results[way]), unit)
 
     def samples(self, name: str) -> dict[str, Sample]:
         """Return the values of each way that has this name."""
@@ -71,7 +59,7 @@ class Rounds:
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], Result]],
+    ways: Mapping[str, Way],
     rounds: int,
     *,
     prepare: Callable[[], None],
@@ -127,31 +115,25 @@ def speed_up(
     what: str,
     took: Mapping[str, Sample],
     *,
-    at_least: float,
-    over: str = "diffusers",
-    ours: str = "shmload",
+    at_least: float | None = None,
+    over: Iterable[str] = ("diffusers",),
     beside: Mapping[str, Sample] | None = None,
 ) -> Figure:
-    """Return how many times as long another way takes.
+    """Return how many times as long as the first way another one takes.
 
     Args:
         name: of the figure.
         what: its words.
         took: the time of each way; they stand beside the figure.
         at_least: the limit.
-        over: the other way.
-        ours: the way that is compared with it.
+        over: the other ways; the one with the least median counts.
         beside: what else stands there.
     """
-    sample = took[over] / took[ours]
-    return Figure(name, what, sample, {**took, **(beside or {})}, at_least)
+    ours, *_ = took
+    best = min(over, key=lambda way: took[way].median)
+    return Figure(name, what, took[best] / took[ours], {**took, **(beside or {})}, at_least)
 
 
 def labelled(form: str, samples: Mapping[str, Sample]) -> dict[str, Sample]:
     """Put the ways of some samples into words, such as `{}, processor time`."""
     return {form.format(way): sample for way, sample in samples.items()}
-
-
-def better(calls: Mapping[str, Sample], ways: Iterable[str] = ("sequential", "parallel")) -> str:
-    """Return the way with the least median: diffusers has two."""
-    return min(ways, key=lambda way: calls[way].median)

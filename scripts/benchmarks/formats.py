@@ -1,76 +1,66 @@
 """Other formats than directories of safetensors: the figures of `scripts/bench formats`."""
 
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-from benchmarks.attach import Attach
 from benchmarks.bench import Bench, Suite
 from benchmarks.figures import Figure, labelled, speed_up
-from benchmarks.gguf import measure_gguf, measure_gguf_floats, measure_gguf_whole
 from benchmarks.load import whole_process
+
+_WAYS = ("shmload", "diffusers")
 
 
 def measure_bin(bench: Bench) -> list[Figure]:
     """`.bin` in float32, wanted in bfloat16: the first load, and an attach."""
-    attach = Attach(bench, bench.source("sd15-fp32-bin"))
-    what = ".bin fp32 to bf16"
+    what = ".bin fp32 to bf16, nothing in memory: whole process, speed-up over from_pretrained"
+    wall = whole_process(bench, bench.source("sd15-fp32-bin")).samples("wall_s")
     return [
-        _first_load(bench, attach.source, "bin-first", what, at_least=1.25),
-        _attach_figure(
-            "bin-attach",
-            f"{what} with weights in memory: speed-up over from_pretrained",
-            attach,
-            at_least=15,
-        ),
+        speed_up("bin-first", what, wall, at_least=1.25),
+        _attach(bench, ".bin fp32 to bf16", "pipeline", "small-fp32", "sd15-fp32-bin", at_least=15),
     ]
 
 
-def measure_bin_same_dtype(bench: Bench) -> list[Figure]:
-    """`.bin` in the wanted dtype, where there is nothing to convert."""
-    source = bench.source("sd15-bf16-bin")
-    what = ".bin without a cast (bf16)"
-    return [_first_load(bench, source, "bin-same-dtype", what, at_least=0.97)]
-
-
 def measure_single_file(bench: Bench) -> list[Figure]:
-    """One file of SDXL's classes in float16, wanted in bfloat16: an attach."""
-    source = bench.source("sdxl-fp16-file")
-    what = "one file fp16 to bf16 with weights in memory: speed-up over from_single_file"
-    attach = Attach(bench, source, resident=source / "model.safetensors")
-    return [_attach_figure("single-file-attach", what, attach, at_least=5)]
+    """One file in float32, wanted in bfloat16."""
+    names = "small-file", "sd15-fp32-file"
+    return [_attach(bench, "one file fp32 to bf16", "file", *names, at_least=5)]
 
 
-def _first_load(bench: Bench, source: Path, name: str, what: str, *, at_least: float) -> Figure:
-    what = f"{what}, nothing in memory: whole process, speed-up over from_pretrained"
-    return speed_up(name, what, whole_process(bench, source).samples("wall_s"), at_least=at_least)
+def measure_gguf(bench: Bench) -> list[Figure]:
+    """All of Flux's transformer in Q4_K."""
+    names = "flux-gguf-small", "flux-gguf"
+    return [_attach(bench, "GGUF Q4_K, 6.8 GB", "gguf", *names, at_least=10)]
 
 
-def _attach_figure(name: str, what: str, attach: Attach, *, at_least: float) -> Figure:
-    rounds = attach.rounds(diffusers=attach.by("diffusers"))
-    private = labelled("{}, private memory", rounds.samples("private_nbytes"))
-    return speed_up(name, what, rounds.samples("call_s"), at_least=at_least, beside=private)
+def _attach(bench: Bench, what: str, kind: str, small: str, name: str, **limit: Any) -> Figure:
+    source = bench.source(name)
+    load = partial(bench.load, kind, small=bench.source(small), source=source)
+    rounds = bench.measure({way: load(way) for way in _WAYS}, source)
+    return speed_up(
+        f"{name}-attach",
+        f"{what} with weights in memory: speed-up over the library",
+        rounds.samples("call_s"),
+        beside=labelled("{}, private memory", rounds.samples("private_nbytes")),
+        **limit,
+    )
 
 
 SUITE = Suite(
     measures={
         "bin": measure_bin,
-        "bin-same-dtype": measure_bin_same_dtype,
         "single-file": measure_single_file,
         "gguf": measure_gguf,
-        "gguf-whole": measure_gguf_whole,
-        "gguf-floats": measure_gguf_floats,
     },
     sources=(
         "small-fp32",
         "sd15-fp32",
-        "sd15-bf16",
         "sd15-fp32-bin",
-        "sd15-bf16-bin",
-        "sdxl-fp16-file",
-        "flux-gguf",
-        "flux-gguf-whole",
+        "small-file",
+        "sd15-fp32-file",
         "flux-gguf-small",
+        "flux-gguf",
     ),
-    disk_gb=30,
+    disk_gb=26,
     shm_gb=8,
     memory_gb=22,
 )

@@ -4,15 +4,16 @@
 before its clock starts, so that only the standard library and the harness are there at its begin.
 """
 
+import gc
 import importlib
 import itertools
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,13 +36,13 @@ def command_of(function: Callable[..., Any], *arguments: object) -> list[str]:
     texts = [str(each) if isinstance(each, Path) else each for each in arguments]
     code = "from benchmarks.probes import main; main()"
     where = function.__module__, function.__name__
-    return [sys.executable, "-P", "-c", code, *where, json.dumps(texts)]
+    return [sys.executable, "-P", "-W", "ignore", "-c", code, *where, json.dumps(texts)]
 
 
 class Clients:
     """Processes that work in step: each answers when it has started, and whenever it is asked.
 
-    They run `tell` to answer, and wait for a line on stdin before they go on.
+    They run `tell` to answer.
     """
 
     def __init__(self, command: list[str], count: int) -> None:
@@ -49,7 +50,7 @@ class Clients:
         self._processes = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
         ]
-        self.pids = [process.pid for process in self._processes]
+        self.hear()
 
     def __enter__(self) -> Self:
         return self
@@ -59,38 +60,30 @@ class Clients:
             process.kill()
             process.communicate()
 
-    def ask(self) -> list[str]:
-        """Have all go on; return their answers."""
+    def ask(self) -> None:
+        """Have all go on, and wait until each has answered."""
         for process in self._processes:
             assert process.stdin
             process.stdin.write("\n")
             process.stdin.flush()
-        return self.hear()
+        self.hear()
 
-    def hear(self) -> list[str]:
-        """Return an answer of each; the libraries may print other lines."""
-        return [self._hear(process) for process in self._processes]
+    def hear(self) -> None:
+        """Wait for an answer of each; the libraries may print other lines."""
+        for process in self._processes:
+            assert process.stdout
+            if not any(line == "ANSWER\n" for line in process.stdout):
+                raise RuntimeError(f"process {process.pid} ended early, with {process.wait()}")
 
-    def _hear(self, process: "subprocess.Popen[str]") -> str:
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("ANSWER "):
-                return line.removeprefix("ANSWER ").strip()
-        raise RuntimeError(f"process {process.pid} ended early, with {process.wait()}")
-
-
-def tell(answer: object = "") -> None:
-    """Answer, in one of `Clients`."""
-    print(f"ANSWER {answer}", flush=True)
+    def pss_nbytes(self) -> int:
+        """Return their memory together."""
+        return pss_nbytes(process.pid for process in self._processes)
 
 
-def time_call(call: Callable[[], object]) -> float:
-    """Return how long a call takes, in seconds; drop its result after the clock stops."""
-    began = time.perf_counter()
-    result = call()
-    elapsed_s = time.perf_counter() - began
-    del result
-    return elapsed_s
+def tell() -> None:
+    """Answer, in one of `Clients`, and wait until it is asked to go on."""
+    print("ANSWER", flush=True)
+    sys.stdin.readline()
 
 
 def touch(models: Iterable[Any]) -> int:
@@ -109,20 +102,6 @@ def touch(models: Iterable[Any]) -> int:
     return nbytes
 
 
-def used_cpu_s() -> float:
-    """Return the processor time of this process and of its children that have ended."""
-    return sum(os.times()[:4])
-
-
-def private_nbytes() -> int:
-    """Return this process's private memory in bytes: anonymous pages and page tables.
-
-    Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
-    process maps it.
-    """
-    return rollup_nbytes(os.getpid(), "Anonymous:") + status_nbytes("VmPTE")
-
-
 def pss_nbytes(pids: Iterable[int]) -> int:
     """Return the memory of some processes together; shared pages count once."""
     return sum(rollup_nbytes(pid, "Pss:") for pid in pids)
@@ -134,36 +113,112 @@ def status_nbytes(kind: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
-def warm(source: str, workers: int | None = None) -> Numbers:
-    """Make a source resident in bfloat16 and leave it resident.
+# Loads of weights that are in memory --------------------------------------------------------------
+
+
+def attach(kind: str, way: str, small: str, source: str) -> Numbers:
+    """Load a source in bfloat16 in a process that has loaded a small one of the same kind before.
+
+    Args:
+        kind: one of `_LOADERS`.
+        way: `shmload`, or another for the libraries alone.
+        small: the small source, so that no clock counts an import.
+        source: to load.
 
     Returns:
-        `call_s` and read `bytes_per_s` of the whole call; `decode_bytes_per_s` of the coordinator's
-        part, from when all workers are ready; 0 if nothing was decoded.
+        `call_s` of the call; `touch_s` of reading a byte of each page of each weight after it;
+        `private_nbytes`, the growth of the process's private memory over both; `weights_nbytes`.
     """
-    import shmload
-    from shmload._decoding.coordinator import Coordinator
-
-    run = Coordinator.run
-    decode_s: list[float] = []
-
-    def timed(self: Coordinator, *args: Any, **kwargs: Any) -> Any:
-        # A worker's first message says that it is ready.
-        waiting = {worker.channel for worker in self._workers}
-        while waiting:
-            waiting -= set(select.select(list(waiting), (), ())[0])
-        began = time.perf_counter()
-        try:
-            return run(self, *args, **kwargs)
-        finally:
-            decode_s.append(time.perf_counter() - began)
-
-    Coordinator.run = timed  # type: ignore[method-assign]
+    load = _LOADERS[kind](way)
+    load(small)
+    gc.collect()
+    before = _private_nbytes()
     began = time.perf_counter()
-    report = shmload.warm(source, dtype="bfloat16", workers=workers, progress=False)
-    call_s = time.perf_counter() - began
+    models = _models_of(load(source))
+    called = time.perf_counter()
+    nbytes = touch(models)
     return {
-        "call_s": call_s,
-        "bytes_per_s": report.read_nbytes / call_s,
-        "decode_bytes_per_s": report.read_nbytes / sum(decode_s) if decode_s else 0,
+        "call_s": called - began,
+        "touch_s": time.perf_counter() - called,
+        "private_nbytes": _private_nbytes() - before,
+        "weights_nbytes": nbytes,
     }
+
+
+def _private_nbytes() -> int:
+    """Return this process's private memory in bytes: anonymous pages and page tables.
+
+    Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
+    process maps it.
+    """
+    return rollup_nbytes(os.getpid(), "Anonymous:") + status_nbytes("VmPTE")
+
+
+def _models_of(made: Any) -> list[Any]:
+    """Return the models of a pipeline, or the model alone."""
+    import torch
+
+    parts = [made] if isinstance(made, torch.nn.Module) else made.components.values()
+    return [part for part in parts if isinstance(part, torch.nn.Module)]
+
+
+Load = Callable[[str], Any]
+
+
+def _pipeline(way: str) -> Load:
+    """Load a directory of Stable Diffusion."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    import shmload
+
+    if way == "shmload":
+        return partial(shmload.load_pipeline, dtype=torch.bfloat16, keep=True)
+    return partial(StableDiffusionPipeline.from_pretrained, torch_dtype=torch.bfloat16)
+
+
+def _file(way: str) -> Load:
+    """Load Stable Diffusion from one file, with the directory `config` beside it."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    import shmload
+
+    def load(source: str) -> Any:
+        path, config = os.path.join(source, "model.safetensors"), os.path.join(source, "config")
+        if way == "shmload":
+            return shmload.load_pipeline(path, config=config, dtype=torch.bfloat16, keep=True)
+        return StableDiffusionPipeline.from_single_file(
+            path, config=config, torch_dtype=torch.bfloat16
+        )
+
+    return load
+
+
+def _gguf(way: str) -> Load:
+    """Load a quantised transformer of Flux's class from `model.gguf`, with `config` beside it."""
+    import torch
+    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
+
+    import shmload
+
+    def load(source: str) -> Any:
+        path = os.path.join(source, "model.gguf")
+        given: dict[str, Any] = {
+            "config": os.path.join(source, "config"),
+            "quantization_config": GGUFQuantizationConfig(compute_dtype=torch.bfloat16),
+        }
+        if way == "shmload":
+            model_class = "FluxTransformer2DModel"
+            return shmload.load_model(model_class, path, dtype=torch.bfloat16, keep=True, **given)
+        return FluxTransformer2DModel.from_single_file(path, torch_dtype=torch.bfloat16, **given)
+
+    return load
+
+
+_LOADERS: dict[str, Callable[[str], Load]] = {
+    "pipeline": _pipeline,
+    "file": _file,
+    "gguf": _gguf,
+}
+"""Returns what loads a source, by its kind; given the way."""

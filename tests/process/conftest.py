@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import single_files
 import torch
 from devices import LateDevice
 from pipelines import build as build_pipeline
@@ -12,7 +13,6 @@ from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 from warming import TENSORS
 
-from benchmarks import single_files
 from shmload._building import placing, remembered
 from shmload._building.build import Build
 from shmload._cli.main import main

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import single_files
 import torch
 from accelerated import assert_as_on_the_host_but_for_notes
 from comparing import reference
@@ -16,7 +17,6 @@ from warming import CHILD, begun
 from watching import Watched, workers_of
 
 import shmload
-from benchmarks import single_files
 from shmload._checkpoints import mirror as mirror_module
 from shmload._checkpoints import objects
 from shmload._checkpoints.mirror import mirror

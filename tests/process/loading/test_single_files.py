@@ -4,12 +4,12 @@ import re
 
 import diffusers
 import pytest
+import single_files
 import torch
 from comparing import assert_component_equal, assert_equal
 from safetensors.torch import save_file
 
 import shmload
-from benchmarks import single_files
 from shmload._building import build
 from shmload._building.mapped import Spans
 from shmload._host.descriptors import inode_of

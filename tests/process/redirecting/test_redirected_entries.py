@@ -6,13 +6,12 @@ import accelerate
 import diffusers
 import peft
 import pytest
+import single_files
 import torch
 import transformers
 from diffusers.pipelines import pipeline_utils
 from redirecting import assert_same
 from safetensors.torch import load_file
-
-from benchmarks import single_files
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
