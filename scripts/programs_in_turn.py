@@ -10,7 +10,6 @@ left. Exit code 1 if a run breaks this.
     .venv/bin/python scripts/programs_in_turn.py --seconds 1800 --seed 1
 """
 
-import contextlib
 import json
 import os
 import random
@@ -24,10 +23,9 @@ from collections import Counter
 from pathlib import Path
 
 import click
-from soaking.place import Place
-from soaking.stage import take_own_shared_memory
+from soaking.processes import pids_with, signalling, take_own_shared_memory
 
-_END_TIMEOUT_S = 60.0
+_DEADLINE_S = 90.0
 _SHM_NBYTES = 1 << 30
 _VERSIONS = 3
 _FAULT_SHARE = 0.3
@@ -91,6 +89,9 @@ json.dumps = lambda *_, **__: "polluted"
 """
 
 
+_PROGRAMS = {"loads.py": _LOADS, "again.py": _LOADS, "pollutes.py": "import polluted\n"}
+
+
 class Turns:
     """The programs, their sources and what goes wrong.
 
@@ -102,36 +103,57 @@ class Turns:
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
         self._rng = random.Random(seed)
-        self._place = Place(folder, PYTHONPATH=str(folder / "packages"))
+        runtime = folder / "run"
+        runtime.mkdir(mode=0o700)
+        self._mark = os.fsencode(runtime)
+        self._environment = os.environ | {
+            "PYTHONPATH": str(folder / "packages"),
+            "SHMLOAD_CACHE_DIR": str(folder / "cache"),
+            "XDG_RUNTIME_DIR": str(runtime),
+        }
         self.counts: Counter[str] = Counter()
         self.findings: list[str] = []
-        self.longest_s = 0.0
         self._draws: set[str] = set()
+        self._sources = folder / "first", folder / "second"
         self._version = [0, 0]
         self._make()
+
+    def _python(self, *words: object) -> "subprocess.CompletedProcess[str]":
+        """Run Python, which may fail.
+
+        Raises:
+            subprocess.TimeoutExpired: it does not end in time.
+        """
+        return subprocess.run(
+            [sys.executable, *map(str, words)],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+        )
+
+    def _shmload(self, *words: object) -> "subprocess.CompletedProcess[str]":
+        return self._python("-m", "shmload", *words)
+
+    def _alive(self) -> list[int]:
+        """Return the processes of the templates here."""
+        return list(pids_with(self._mark, file="cmdline"))
 
     def _make(self) -> None:
         """Write the sources and programs, and find out what the programs have to print."""
         (self._folder / "packages").mkdir()
         (self._folder / "packages" / "polluted.py").write_text(_POLLUTED)
-        (self._folder / "loads.py").write_text(_LOADS)
-        (self._folder / "again.py").write_text(_LOADS)
-        (self._folder / "pollutes.py").write_text("import polluted\n")
+        for name, text in _PROGRAMS.items():
+            (self._folder / name).write_text(text)
         stored = self._folder / "stored"
-        self._place.python("-c", _MAKE, str(stored), str(_VERSIONS))
+        self._python("-c", _MAKE, stored, _VERSIONS).check_returncode()
         versions = [f"{stored}-{version}" for version in range(_VERSIONS)]
-        self._digests = self._place.python("-c", _EXPECTED, *versions).split()
-        first, second = self._sources
-        shutil.copytree(versions[0], first)
-        shutil.copytree(versions[0], second)
-        # As in a composed pipeline: the folder of a component is a link.
-        (second / "unet").rename(self._folder / "linked")
-        (second / "unet").symlink_to(self._folder / "linked")
-        self._state = json.loads(self._place.python(self._folder / "loads.py", self._sources[0]))[1]
-
-    @property
-    def _sources(self) -> tuple[Path, Path]:
-        return self._folder / "first", self._folder / "second"
+        self._digests = self._python("-c", _EXPECTED, *versions).stdout.split()
+        for source in self._sources:
+            shutil.copytree(versions[0], source)
+        alone = self._python(self._folder / "loads.py", self._sources[0])
+        self._state = json.loads(alone.stdout)[1]
 
     def step(self) -> None:
         """Run one program, perhaps after a fault."""
@@ -149,21 +171,18 @@ class Turns:
         self._run(script, number, f"{script} {number} after {fault or 'nothing'}, was {before}")
 
     def _run(self, script: str, number: int, what: str) -> None:
-        began = time.monotonic()
         try:
-            done = self._place.shmload("run", "-v", self._folder / script, self._sources[number])
+            done = self._shmload("run", "-v", self._folder / script, self._sources[number])
         except subprocess.TimeoutExpired:
             self.findings.append(f"{what}: it did not end in time")
             return
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
         try:
             digest, state, drawn, was_ready = json.loads(done.stdout)
         except ValueError:
             self.findings.append(f"{what}: {done.returncode} {done.stdout!r} {done.stderr}")
             return
         self.counts["run: ready" if was_ready else "run: not ready"] += 1
-        if "in the ordinary way" in done.stderr:
-            self.counts[done.stderr.splitlines()[0].partition("run: ")[2][:90]] += 1
+        self.counts["run: in the ordinary way"] += "in the ordinary way" in done.stderr
         if digest != self._digests[self._version[number]]:
             self.findings.append(f"{what}: version {self._digests.index(digest)} of the weights")
         if state != self._state:
@@ -180,52 +199,41 @@ class Turns:
         self._version[number] = self._rng.randrange(_VERSIONS)
         name = "unet/diffusion_pytorch_model.safetensors"
         new = self._folder / f"stored-{self._version[number]}" / name
-        target = (self._sources[number] / name).resolve()
+        target = self._sources[number] / name
         target.with_suffix(".new").write_bytes(new.read_bytes())
         target.with_suffix(".new").replace(target)
 
     def _evict(self) -> None:
-        self._place.shmload("rm", self._rng.choice(self._sources))
+        self._shmload("rm", self._rng.choice(self._sources))
 
     def _kill(self) -> None:
-        self._signal_one(signal.SIGKILL)
+        """Kill a process of the templates."""
+        if pids := self._alive():
+            with signalling(self._rng.choice(pids), signal.SIGKILL):
+                pass
 
     def _stop(self) -> None:
         """Stop a process of the templates while a program runs."""
-        pid = self._signal_one(signal.SIGSTOP)
-        if pid is None:
-            return
-        try:
-            self._run("loads.py", 0, f"loads.py 0 while {pid} is stopped")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    def _signal_one(self, number: int) -> int | None:
-        """Send a signal to a process of the templates; return its pid, or None without one."""
-        with contextlib.suppress(ProcessLookupError):
-            if pids := self._place.alive():
-                pid = self._rng.choice(pids)
-                os.kill(pid, number)
-                return pid
-        return None
+        if pids := self._alive():
+            with signalling(pid := self._rng.choice(pids), signal.SIGSTOP):
+                self._run("loads.py", 0, f"loads.py 0 while {pid} is stopped")
 
     def _pollute(self) -> None:
-        self._place.shmload("run", self._folder / "pollutes.py")
+        self._shmload("run", self._folder / "pollutes.py")
 
     # The end --------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """End the templates and look for processes that are left."""
-        deadline = time.monotonic() + _END_TIMEOUT_S
-        while (alive := self._place.alive()) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _DEADLINE_S
+        while (alive := self._alive()) and time.monotonic() < deadline:
             # Again: one that still imports does not listen yet.
-            self._place.shmload("template", "stop")
+            self._shmload("template", "stop")
         if alive:
             self.findings.append(f"processes are left: {alive}")
         for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with signalling(pid, signal.SIGKILL):
+                pass
 
 
 @click.command(help=__doc__)
@@ -245,7 +253,7 @@ def main(seconds: float, seed: int) -> None:
             turns.end()
     for name, count in sorted(turns.counts.items()):
         click.echo(f"{count:6}  {name}")
-    click.echo(f"longest run {turns.longest_s:.1f} s; {len(turns.findings)} findings")
+    click.echo(f"{len(turns.findings)} findings")
     for finding in turns.findings:
         click.echo(f"FOUND {finding}")
     sys.exit(1 if turns.findings else 0)

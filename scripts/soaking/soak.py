@@ -1,131 +1,244 @@
 """One soak: clients work while faults happen; at the end everything must be clean.
 
-The seed decides each client's operations and the order of the faults. Their timing depends on the
-machine, so a finding may take several runs to repeat.
+The seed decides each client's operations and each fault. Their timing depends on the machine, so a
+finding may take several runs to repeat. Each client has a thread, and so have some of the faults.
 """
 
+import os
 import random
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from soaking import operations
-from soaking.driver import Driver
-from soaking.faults import Faults, Pauses
-from soaking.processes import Client, Service, Surroundings
-from soaking.report import Report
+from soaking import faults
+from soaking.judge import Operation, choose, wrong_with
+from soaking.processes import SHM, Client, Ended, Surroundings, signalling
 from soaking.sources import Source, make_sources
-from soaking.stage import age_views, names
 
+# Room for a few segments, not for all: the budget forces evictions.
+_BUDGET = "32MiB"
+_FAULT_THREADS = 3
+_PAUSE_S = 0.75
+_SERVICE_DEADLINE_S = 40.0
 _END_TIMEOUT_S = 10.0
+_EVENTS_KEPT = 60
+_DETAIL = 6000
+"""Of a log, in letters."""
 
 
 class Soak:
-    """A soak; call `close` at its end."""
+    """A soak.
 
-    def __init__(self, report: Report, budget_nbytes: int, announce: Callable[[str], None]) -> None:
-        self._report = report
-        self._folder = tempfile.TemporaryDirectory(prefix="shmload-soak-")
-        work = Path(self._folder.name)
-        self._names_before = names()
-        self._surroundings = Surroundings(work)
-        self._sources = make_sources(work / "sources", random.Random(f"{report.seed} sources"))
-        self._service = Service(self._surroundings, budget_nbytes) if report.has_service else None
-        if self._service:
-            self._service.start()
-        self._clients = [Client(self._surroundings, n) for n in range(report.processes)]
-        self._driver = Driver(self._clients, self._surroundings, report, announce)
+    Args:
+        seed: decides what happens.
+        seconds: how long it lasts.
+        processes: number of clients.
+        has_service: whether a service with a budget serves them.
+        has_own_shm: whether /dev/shm is this soak's, and may be filled.
+    """
 
-    def close(self) -> None:
-        """Kill every process and remove the sources."""
-        self._surroundings.kill_all()
-        for client in self._clients:
-            client.end()
-        if self._service:
-            self._service.kill()
-        self._folder.cleanup()
+    def __init__(
+        self, seed: int, seconds: float, processes: int, *, has_service: bool, has_own_shm: bool
+    ) -> None:
+        self.operations: Counter[str] = Counter()
+        """Number of operations by "operation: outcome"."""
+        self.faults: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self._seed, self._seconds, self._processes = seed, seconds, processes
+        self._has_service, self._has_own_shm = has_service, has_own_shm
+        self._began = time.monotonic()
+        self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
+        self._lock = threading.Lock()
+        """Held to count."""
+        self._service_lock = threading.Lock()
+        """Held while the service is stopped or killed."""
+        self._names_before = _names()
 
     def run(self) -> None:
         """Run the soak for its time, then check what is left."""
-        try:
-            self._soak()
-            self._load_in_peace()
-            self._end()
-        except (subprocess.SubprocessError, TimeoutError) as exc:
-            self._report.find("the soak could not go on", f"{exc}\n{getattr(exc, 'stderr', '')}")
-        for name, error in self._surroundings.errors():
-            self._report.find(f"{name} had an uncaught exception", error)
+        with tempfile.TemporaryDirectory(prefix="shmload-soak-") as folder:
+            work = Path(folder)
+            self._surroundings = Surroundings(work)
+            self._sources = make_sources(work / "sources", random.Random(f"{self._seed} sources"))
+            try:
+                self._start_service()
+                names = [f"client-{number}" for number in range(self._processes)]
+                self._clients = [Client(self._surroundings, name) for name in names]
+                self._held: dict[str, dict[str, str]] = {name: {} for name in names}
+                self._soak()
+                self._load_in_peace(work)
+                self._end(work)
+            except (subprocess.SubprocessError, TimeoutError) as exc:
+                self._find("the soak could not go on", f"{exc}\n{getattr(exc, 'stderr', '')}")
+            finally:
+                for pid in self._surroundings.alive():
+                    with signalling(pid, signal.SIGKILL):
+                        pass
+            for name in (path.stem for path in work.glob("*.log")):
+                if "Traceback" in (log := self._surroundings.log(name)):
+                    self._find(f"{name} had an uncaught exception", log)
 
     def _soak(self) -> None:
-        if self._service:
-            self._service.wait_until_ready()
-        self._driver.drive(lambda client: operations.leave())  # until all have started
-        end_s = time.monotonic() + self._report.seconds
-        rngs = {c.name: random.Random(f"{self._report.seed} {c.name}") for c in self._clients}
-        self._driver.resume(self._inject(end_s))
-        self._driver.drive(lambda c: operations.choose(rngs[c.name], self._sources), end_s)
-        if self._service:
-            self._service.wait_until_ready()
+        end_s = time.monotonic() + self._seconds
+        ways = [partial(self._work, client) for client in self._clients]
+        ways += [self._inject] * _FAULT_THREADS
+        with ThreadPoolExecutor(len(ways)) as pool:
+            rngs = [random.Random(f"{self._seed} {number}") for number in range(len(ways))]
+            for done in [pool.submit(way, rng, end_s) for way, rng in zip(ways, rngs, strict=True)]:
+                done.result()
 
-    def _inject(self, end_s: float) -> Pauses:
-        """Begin one fault after the other; the driver runs this generator as a fault too."""
-        rng = random.Random(f"{self._report.seed} faults")
-        faults = Faults(rng, self._report, self._clients, self._service, self._sources)
+    def _work(self, client: Client, rng: random.Random, end_s: float) -> None:
+        """Have a client do one operation after the other."""
         while time.monotonic() < end_s:
-            self._driver.resume(faults.choose())
-            yield faults.pause_s()
-            if self._service and self._service.has_ended():
-                self._report.find("the service ended by itself", self._service.log)
-                self._service.start()
+            self._do(client, *choose(rng, self._sources))
 
-    def _load_in_peace(self) -> None:
-        """Have every client load every source; without faults every load must succeed."""
-        failed_before = self._report.failures()
-        self._driver.drive_once(lambda client: operations.leave())  # gives leases back
-        self._surroundings.evict()
-        for source in self._sources:
-            self._load_everywhere(source)
-        failed = self._report.failures() - failed_before
-        if failed:
-            self._report.find("loads fail without a fault", f"{failed} of them")
+    def _do(self, client: Client, operation: Operation, source: Source | None = None) -> None:
+        """Have a client do an operation, and judge its answer."""
+        what = f"{client.name} {operation}"
+        self._note(what)
+        began = time.monotonic()
+        held = self._held[client.name]
+        try:
+            answer = client.ask(operation)
+        except (Ended, TimeoutError) as exc:
+            if isinstance(exc, TimeoutError) or not client.is_killed:
+                log = self._surroundings.log(client.name)
+                self._find(f"a client ended, or hangs {exc}", f"{what}\nits log:\n{log}")
+            client.process.kill()
+            client.process.communicate()
+            client.start()
+            held, answer, outcome = {}, None, "killed"
+        if answer is not None:
+            shards = source.shards if source else ()
+            seen = [(shard.names, shard.between(began, time.monotonic())) for shard in shards]
+            outcome = answer.get("errors", ["ok"])[0]
+            if wrong := wrong_with(operation, answer, held, seen):
+                self._find(wrong, f"{what}\n{answer.get('traceback', '')}")
+            if operation["do"] in ("load", "leave"):
+                held = answer.get("tensors", {})
+        self._held[client.name] = held
+        with self._lock:
+            self.operations[f"{operation['do']}: {outcome}"] += 1
 
-    def _load_everywhere(self, source: Source) -> None:
-        self._driver.drive_once(lambda client: operations.load_checked(source))
+    # Faults ---------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        """End all processes as a user would, and check what is left of them."""
-        self._driver.drive_once(lambda client: operations.leave())
-        for client in self._clients:
-            if code := client.end():
-                self._report.find("a client ended with an error", f"{client.name}: {code}")
-        self._end_service()
-        if self._report.has_own_shm:
-            age_views()
-        self._surroundings.run("gc")
-        self._surroundings.evict()
-        # EXCLUDED: views in the machine's own /dev/shm; they may be another program's.
-        left = {name for name in names() - self._names_before if self._is_ours(name)}
-        if left:
-            self._report.find("left in shared memory", "\n".join(sorted(left)))
-        self._look_for_processes()
+    def _inject(self, rng: random.Random, end_s: float) -> None:
+        """Do one fault after the other."""
+        of_clients = [faults.kill_client, *[faults.stop_client] * 2, *[faults.harm_worker] * 4]
+        kinds = [self._change] * 8
+        kinds += [
+            lambda rng, way=way: way(rng.choice(self._clients), self._count_fault, rng)
+            for way in of_clients
+        ]
+        kinds += [self._harm_service] * 2 if self._has_service else []
+        kinds += [partial(faults.fill, self._count_fault)] * 2 if self._has_own_shm else []
+        while time.monotonic() < end_s:
+            time.sleep(rng.expovariate(1 / _PAUSE_S))
+            rng.choice(kinds)(rng)
 
-    def _is_ours(self, name: str) -> bool:
-        return self._report.has_own_shm or "-view-" not in name
+    def _change(self, rng: random.Random) -> None:
+        """Change a shard, mostly one that a client is loading, where a change does most harm."""
+        shards = [(source, shard) for source in self._sources for shard in source.shards]
+        paths = {client.path for client in self._clients}
+        used = [(source, shard) for source, shard in shards if str(source.path) in paths]
+        chosen = rng.choice((rng.random() < 0.7 and used) or shards)
+        faults.change(*chosen, self._count_fault, rng)
 
-    def _end_service(self) -> None:
-        if self._service is None:
+    def _harm_service(self, rng: random.Random) -> None:
+        if not self._service_lock.acquire(blocking=False):
             return
-        if left := self._service.left_open(_END_TIMEOUT_S):
-            self._report.find("the service has left open", "\n".join(left))
-        if code := self._service.end():
-            self._report.find(f"the service ended with {code}", self._service.log)
+        try:
+            if self._service.poll() is not None:
+                self._find("the service ended by itself", self._surroundings.log("service"))
+            if rng.random() < 0.5:
+                self._count_fault("stop the service", "")
+                with signalling(self._service.pid, signal.SIGSTOP):
+                    time.sleep(faults.stop_s(rng))
+            else:
+                self._count_fault("kill the service", "")
+                self._service.kill()
+                self._service.communicate()
+                time.sleep(rng.uniform(0, 2))
+                self._start_service()
+        finally:
+            self._service_lock.release()
 
-    def _look_for_processes(self) -> None:
+    def _start_service(self) -> None:
+        """Start the service, and wait until it serves; without one do nothing."""
+        if not self._has_service:
+            return
+        words = "-m", "shmload", "serve", "--budget", _BUDGET
+        self._service = self._surroundings.start("service", *words)
+        serving = self._surroundings.log("service").count("serving, budget") + 1
+        deadline = time.monotonic() + _SERVICE_DEADLINE_S
+        while self._surroundings.log("service").count("serving, budget") < serving:
+            if time.monotonic() > deadline or self._service.poll() is not None:
+                raise TimeoutError(
+                    "the service does not serve: " + self._surroundings.log("service")
+                )
+            time.sleep(0.05)
+
+    # The end --------------------------------------------------------------------------------------
+
+    def _load_in_peace(self, work: Path) -> None:
+        """Have every client load every source; without faults every load must succeed."""
+        before = self.operations["load: ok"]
+        for client in self._clients:
+            self._do(client, {"do": "leave"})  # gives leases back
+        self._surroundings.shmload("rm", str(work))
+        for source in self._sources:
+            given = {"path": str(source.path), "dtype": "bfloat16", "keep": False, "verify": True}
+            for client in self._clients:
+                self._do(client, {"do": "load", **given}, source)
+        wanted = before + len(self._sources) * len(self._clients)
+        if self.operations["load: ok"] != wanted:
+            self._find("loads fail without a fault", "")
+
+    def _end(self, work: Path) -> None:
+        """End all processes as a user would, and check what is left of them."""
+        for client in self._clients:
+            self._do(client, {"do": "leave"})
+            if code := client.end():
+                self._find("a client ended with an error", f"{client.name}: {code}")
+        if self._has_service:
+            self._service.send_signal(signal.SIGTERM)
+            self._service.communicate(timeout=_SERVICE_DEADLINE_S)
+            if code := self._service.returncode:
+                self._find(f"the service ended with {code}", self._surroundings.log("service"))
+        self._surroundings.shmload("gc").check_returncode()
+        self._surroundings.shmload("rm", str(work))
+        left = _names() - self._names_before
+        if left:
+            self._find("left in shared memory", "\n".join(sorted(left)))
         deadline = time.monotonic() + _END_TIMEOUT_S
         while (alive := self._surroundings.alive()) and time.monotonic() < deadline:
             time.sleep(0.1)
         if alive:
-            lines = [f"{pid} {command}" for pid, command in alive.items()]
-            self._report.find("processes are left", "\n".join(lines))
+            self._find("processes are left", str(alive))
+
+    # Counts ---------------------------------------------------------------------------------------
+
+    def _count_fault(self, kind: str, what: str) -> None:
+        self._note(f"FAULT {kind} {what}")
+        with self._lock:
+            self.faults[kind] += 1
+
+    def _note(self, event: str) -> None:
+        """Remember an event, to show it with the next finding."""
+        self._events.append(f"{time.monotonic() - self._began:8.3f} s  {event}")
+
+    def _find(self, what: str, detail: str) -> None:
+        self.findings.append(
+            "\n".join([what, detail[-_DETAIL:], "before it:", *self._events.copy()])
+        )
+
+
+def _names() -> set[str]:
+    """Return shmload's names in /dev/shm."""
+    return {name for name in os.listdir(SHM) if name.startswith("shmload-")}
