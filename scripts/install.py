@@ -1,7 +1,7 @@
 """Install the project into the environment of the running Python: `install.py PINS PROJECT`.
 
 uv installs, because it downloads in parallel. uv does not read pip's configuration, so this script
-passes the settings on. pip installs where uv is missing, fails, or has no option for a setting.
+passes the package sources on. pip installs where uv is missing or fails.
 """
 
 import ast
@@ -23,26 +23,6 @@ _STARTED_S = float(os.environ.get("SETUP_STARTED") or time.time())
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
 _UV = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--python", sys.executable]
 _SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
-# Settings of pip that uv can ignore. With any other setting, pip installs.
-_HARMLESS = {
-    "cache-dir",
-    "default-timeout",
-    "disable-pip-version-check",
-    "no-cache-dir",
-    "no-color",
-    "no-compile",
-    "no-input",
-    "no-python-version-warning",
-    "no-warn-script-location",
-    "prefer-binary",
-    "progress-bar",
-    "quiet",
-    "require-virtualenv",
-    "retries",
-    "root-user-action",
-    "timeout",
-    "verbose",
-}
 
 
 def main(pins: str, project: str) -> int:
@@ -52,7 +32,7 @@ def main(pins: str, project: str) -> int:
     uv = _install_uv(settings, pins)
     torch = _torch_from_cpu_index(settings, pins)
     if torch:
-        alone = [*options, "--no-deps", "--index-url", _cpu_index(), torch]
+        alone = [*options, "--no-deps", "--index-url", _CPU_INDEX, torch]
         _say(f"fetching {torch}, the CPU build (0.2 GB): this machine has no NVIDIA driver")
         if uv is None or _run_uv([*uv, *alone]):
             subprocess.run([*_PIP, *alone], check=False)
@@ -71,13 +51,7 @@ def main(pins: str, project: str) -> int:
 
 
 def _run_uv(arguments: list[str]) -> int:
-    """Run `uv pip install`; print its messages, except the list of packages at the end."""
-    with subprocess.Popen([*_UV, *arguments], stderr=subprocess.PIPE, text=True) as uv:
-        assert uv.stderr is not None
-        for line in uv.stderr:
-            if not line.startswith((" + ", " - ", " ~ ")):
-                _say(line.strip())
-    return uv.returncode
+    return subprocess.run([*_UV, "--quiet", *arguments], check=False).returncode
 
 
 def _say(text: str) -> None:
@@ -87,13 +61,7 @@ def _say(text: str) -> None:
 def _pip_settings() -> dict[str, str]:
     """Return pip's settings from its configuration files and the environment."""
     command = [sys.executable, "-m", "pip", "config", "list"]
-    return parse_settings(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
-
-
-def parse_settings(listed: str) -> dict[str, str]:
-    """Return the settings for `pip install` from the output of `pip config list`."""
+    listed = subprocess.check_output(command, text=True)
     settings: dict[str, str] = {}
     for section in ("global.", "install.", ":env:."):  # a later one wins, as in pip
         for line in listed.splitlines():
@@ -103,15 +71,11 @@ def parse_settings(listed: str) -> dict[str, str]:
     return settings
 
 
-def options_for_uv(settings: dict[str, str]) -> list[str] | None:
-    """Return uv's options for pip's package sources; None if uv has no option for a setting."""
-    if settings.keys() - _HARMLESS - {"cert", "constraint", *_SOURCES}:
-        return None
+def _options_for_uv(settings: dict[str, str]) -> list[str]:
+    """Return uv's options for pip's package sources."""
     options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of any index
     if sys.dont_write_bytecode:  # else each process would compile the libraries for itself
         options.append("--compile-bytecode")
-    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
-        options.append("--no-index")
     for key in ("index-url", "extra-index-url", "find-links", "constraint"):
         for place in settings.get(key, "").split():
             options += [f"--{key}", place]
@@ -120,15 +84,12 @@ def options_for_uv(settings: dict[str, str]) -> list[str] | None:
 
 def _install_uv(settings: dict[str, str], pins: str) -> list[str] | None:
     """Install uv and return the options for every call of it; None if pip has to install."""
-    options = options_for_uv(settings)
-    if options is None:
-        _say("installing with pip: uv has no option for some of pip's settings")
-        return None
     _say("fetching uv, which installs the rest (18 MB)")
     command = [*_PIP, "--quiet", "--only-binary=:all:", "--constraint", pins, "uv"]
     if subprocess.run(command, check=False).returncode:
         _say("installing with pip: there is no uv for this machine")
         return None
+    options = _options_for_uv(settings)
     if "cert" in settings:
         os.environ["SSL_CERT_FILE"] = settings["cert"]
     elif ssl.get_default_verify_paths().cafile:
@@ -142,16 +103,12 @@ def _torch_from_cpu_index(settings: dict[str, str], pins: str) -> str | None:
         return None  # the user configured package sources, or the machine has a GPU
     try:
         tls = ssl.create_default_context(cafile=settings.get("cert"))
-        place = f"{_cpu_index()}/torch/"
+        place = f"{_CPU_INDEX}/torch/"
         urllib.request.urlopen(place, timeout=_PROBE_TIMEOUT_S, context=tls).close()
     except OSError:
         return None
     lines = Path(pins).read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))
-
-
-def _cpu_index() -> str:
-    return os.environ.get("TORCH_INDEX", _CPU_INDEX)
 
 
 if __name__ == "__main__":
