@@ -38,13 +38,6 @@ def test_shard_truncated_in_the_middle(large, door):
     assert (error.wanted, error.got) == (size, 20_000_001)
 
 
-@pytest.mark.parametrize("inline_nbytes", [0, 1 << 30])
-def test_shard_truncated_before_a_worker_reads_it(large, configure, before_decoding, inline_nbytes):
-    configure(inline_nbytes=inline_nbytes, workers=1)
-    before_decoding(lambda: os.truncate(large, 20_000_001))
-    refusal(shmload.warm, large, shmload.ShardTruncated, large)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @decoding_door
 def test_shard_changed_in_the_middle(large, door, change):

@@ -52,26 +52,6 @@ def assert_right(found, source):
         assert torch.equal(found[name], other)
 
 
-@pytest.mark.parametrize("piece_nbytes", [4096, 64 << 10, 4 << 20])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_tensor_larger_than_all_that_may_wait_passes_in_pieces(
-    large, configure, shm_names, piece_nbytes, workers
-):
-    configure(workers=workers)
-    if piece_nbytes == 4096:
-        # With one page per piece the large file would take too long.
-        large = large.with_name("model.safetensors")
-        large.write_bytes(checkpoint_of(100_000))
-    assert_right(stream(large, LateDevice(), Bound(piece_nbytes, 2 * piece_nbytes, None)), large)
-    assert shm_names() == []
-
-
-def checkpoint_of(count):
-    from safetensors.torch import save
-
-    return save({"a": torch.arange(count, dtype=torch.float32), "b": torch.arange(7)})
-
-
 def test_host_holds_no_more_than_the_bound(large, monkeypatch):
     held = []
     give_back = Load.give_back
@@ -99,15 +79,3 @@ def test_shard_that_is_overwritten_during_the_load_is_an_error(large, before_dec
     with pytest.raises(shmload.ShardChanged):
         stream(large, device)
     assert device.pending == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails_at", [0, 1, 100])
-def test_device_that_fails_ends_the_load(large, shm_names, fails_at):
-    device = LateDevice(fails_at=fails_at)
-    with pytest.raises(torch.OutOfMemoryError):
-        stream(large, device)
-    assert device.pending == 0
-    assert not device.registered
-    assert shm_names() == []
-    assert_right(stream(large, LateDevice()), large)

@@ -16,18 +16,6 @@ MODELS = {
         "pooled_projection_dim": 256,
         "axes_dims_rope": [16, 24, 24],
     },
-    "SD3Transformer2DModel": {
-        "attention_head_dim": 64,
-        "num_attention_heads": 4,
-        "caption_projection_dim": 256,
-        "in_channels": 4,
-        "joint_attention_dim": 256,
-        "num_layers": 2,
-        "out_channels": 4,
-        "pooled_projection_dim": 256,
-        "pos_embed_max_size": 16,
-        "sample_size": 8,
-    },
     "WanTransformer3DModel": {
         "num_attention_heads": 4,
         "attention_head_dim": 64,

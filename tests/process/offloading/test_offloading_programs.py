@@ -22,9 +22,6 @@ models = [shmload.load_model(
 with shmload.redirect(keep=True):
     models = o.models(diffusers.DiffusionPipeline.from_pretrained(SOURCE)).values()
 """,
-    "components": """
-models = o.models(diffusers.StableDiffusionPipeline(**o.load(SOURCE).components)).values()
-""",
 }
 BEGIN = """
 import diffusers, shmload, threading
