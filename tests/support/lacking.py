@@ -1,9 +1,7 @@
-"""What the installed libraries lack: offloading calls of diffusers, adapters of transformers."""
+"""What the oldest supported diffusers lacks: offloading calls."""
 
 import diffusers
 import pytest
-from transformers.integrations.peft import MIN_PEFT_VERSION
-from transformers.utils import check_peft_version
 
 _NO_GROUPS = "its pipelines have no enable_group_offload"
 _OF_0_35 = {
@@ -20,12 +18,3 @@ def skip_what_is_lacking(call):
     """Skip a test of a call, such as one of `offloading.CALLS`, that diffusers 0.35 lacks."""
     if diffusers.__version__.startswith("0.35.") and call in _OF_0_35:
         pytest.skip(f"diffusers 0.35: {_OF_0_35[call]}")
-
-
-def takes_adapters():
-    """Tell whether transformers' models take adapters: 5.24 refuses a peft before 0.22."""
-    try:
-        check_peft_version(min_version=MIN_PEFT_VERSION)
-    except ValueError:
-        return False
-    return True
