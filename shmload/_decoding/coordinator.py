@@ -291,6 +291,7 @@ class Coordinator:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
         self._workers.remove(worker)
+        said = worker.child.output()
         worker.close()
         if self._allowance:  # the worker is dead and no longer writes
             for fill in worker.fills:
@@ -303,7 +304,10 @@ class Coordinator:
         if is_tried or is_hopeless:
             often = "twice" if is_tried else f"the last of {self._lost_in_a_row} in a row"
             text = f"{what}{doing}, {often}{'; ' * bool(remedy)}{remedy}"
-            raise WorkerError(text, path=path, how=how)
+            error = WorkerError(text, path=path, how=how)
+            if said:
+                error.add_note(f"its output: {said}")
+            raise error
         logger.warning("%s%s; its pieces go to another", what, doing)
         if begun:
             self._tried.add(begun)

@@ -12,8 +12,8 @@ import weakref
 
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import reopen
-from shmload._segments.removal import remove_if_unused
-from shmload._segments.segment import Segment, is_shared
+from shmload._segments.removal import give_back, remove_if_unused
+from shmload._segments.segment import Segment
 from shmload._segments.view import remove_dead_views
 
 # multiprocess is a copy of multiprocessing; datasets uses it.
@@ -49,8 +49,8 @@ class Lease:
         """Release the lease; a second call does nothing."""
         # Detach it instead of calling it: at exit a finalizer's call does nothing.
         if found := self._closing.detach():
-            _, give_back, (fd, name), _ = found
-            give_back(fd, name)
+            _, _, (fd, name), _ = found
+            _give_back(fd, name)
 
     def open_again(self) -> int | None:
         """Return a descriptor of the segment without a lease, the caller's; None after `close`."""
@@ -65,11 +65,8 @@ class Lease:
 
 
 def _give_back(fd: int, name: str) -> None:
-    may_be_last = is_shared(os.fstat(fd))
     _note_use(fd)
-    os.close(fd)
-    if may_be_last:
-        remove_if_unused(name)
+    give_back(Segment(name, fd))
 
 
 def _note_use(fd: int) -> None:

@@ -46,11 +46,6 @@ _TIMEOUT_S = 10.0
 _POLL_S = 0.005
 
 
-def is_shared(found: os.stat_result) -> bool:
-    """Tell whether a segment's name is removed with its last lease."""
-    return found.st_mode & (PINNED | SHARED) == SHARED
-
-
 @contextlib.contextmanager
 def changing_mode(what: str) -> Iterator[None]:
     """Be the one process that may change modes, inside the block.
@@ -118,7 +113,7 @@ class Segment(Descriptor):
     @property
     def is_shared(self) -> bool:
         """Whether its name is removed with its last lease."""
-        return is_shared(os.fstat(self.fd))
+        return os.fstat(self.fd).st_mode & (PINNED | SHARED) == SHARED
 
     @property
     def is_pinned(self) -> bool:

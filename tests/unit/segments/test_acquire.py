@@ -7,8 +7,8 @@ import pytest
 from shmload._checkpoints.header import Header
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import is_named, shm_unlink
-from shmload._segments import lease, removal
 from shmload._segments import part as building
+from shmload._segments import removal
 from shmload._segments import segment as attaching
 from shmload._segments.layout import lay_out
 from shmload._segments.lease import Lease
@@ -90,7 +90,7 @@ def test_last_lease_that_ends_while_the_segment_is_listed_removes_it(name, befor
     with part.publish(DIGEST, Stay.SHARED) as segment:
         last = Lease(segment)
     listed = peek(name)
-    before(lease, "remove_if_unused", lambda: try_lock(listed.fd, exclusive=True))
+    before(removal, "remove_if_unused", lambda: try_lock(listed.fd, exclusive=True))
     before(time, "sleep", listed.close)  # in the wait for that lock
     last.close()
     assert shm_names() == []
