@@ -50,6 +50,9 @@ def take_tensor_apart(tensor: torch.Tensor, keep: Callable[[torch.Tensor], Any])
         )
     with as_plain_tensors():
         plain = tensor.detach().cpu()
+    if plain.numel() and not plain.data_ptr():
+        raise CannotKeep(f"a {type(tensor).__name__} without bytes of its own: its class needs "
+                         "`__tensor_flatten__`")  # fmt: skip
     made = tensor.dtype, tuple(tensor.shape), tuple(plain.stride())
     return _wrap, (type(tensor), keep(plain), *made, tensor.requires_grad, attributes)
 

@@ -20,6 +20,25 @@ def normed_layer():
     return layer
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that keeps its weights in another, and does not say so."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 2))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return args[0]
+
+
+def test_wrapper_that_does_not_say_where_its_bytes_are_is_refused():
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(Wrapper(), requires_grad=False)
+    with pytest.raises(parts.CannotKeep, match="weight: a .* without bytes of its own"):
+        structure.take_apart(module)
+
+
 def test_tensor_without_bytes_is_refused():
     with pytest.raises(parts.CannotKeep, match="weight: a tensor without bytes"):
         structure.take_apart(normed_layer())
