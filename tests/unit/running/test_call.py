@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from shmload._templates.messages import Call, Program, call_of
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc80\udcff"))
-_PROGRAMS = st.builds(
-    Program, st.sampled_from(["script", "code"]), _TEXTS, st.lists(_TEXTS), st.lists(_TEXTS)
-)
+_PROGRAMS = st.builds(Program, st.sampled_from(["script", "code"]), _TEXTS, st.lists(_TEXTS))
 _CALLS = st.builds(
     Call, _PROGRAMS, st.lists(st.lists(_TEXTS)), st.dictionaries(_TEXTS, _TEXTS),
     st.lists(st.integers()), st.integers(), st.integers(), st.integers(), st.integers(),
