@@ -22,7 +22,6 @@ from stat import S_ISSOCK
 from typing import Any
 
 from shmload._host.collector import freeze
-from shmload._host.files import Fingerprint, fingerprint
 from shmload._host.procfs import file_system
 from shmload._host.shm import SHM_DIR
 from shmload._templates.hidden import Hidden
@@ -202,7 +201,7 @@ class Freshness:
         # No directory tells that it is not the one of this name any more: a link on its way was
         # replaced, a directory above was renamed, or something was mounted.
         self._places = list(map(_place_of, self._path))
-        self._files: dict[str, Fingerprint | None] = {}
+        self._files: dict[str, os.stat_result | None] = {}
         self._is_lost = False
         self._libc = ctypes.CDLL(None)
         self._watch = int(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
@@ -228,11 +227,16 @@ class Freshness:
                 for each in places  # as many as the user may have
             )
         )
-        new = {file: fingerprint(file) for file in files - self._files.keys()}
+        new = {file: _stat_of(file) for file in files - self._files.keys()}
         self._files.update(new)
-        # A time to come was set by a clock that was wrong then.
+        # A time to come was set by a clock that was wrong then; a file with further hard links, as
+        # uv makes, gets another ctime whenever one of these comes or goes.
         span = range(self._since_ns + 1, time.time_ns() + 1)
-        self._is_lost |= any(each.ctime_ns in span for each in new.values() if each) or self._look()
+        self._is_lost |= self._look() or any(
+            each.st_mtime_ns in span or (each.st_nlink == 1 and each.st_ctime_ns in span)
+            for each in new.values()
+            if each
+        )
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since, or others are found on the path."""
@@ -251,27 +255,35 @@ class Freshness:
         """Look at all: tell whether a file or what stands on the path has changed."""
         for entry, before in self._path.items():
             changed = before ^ _names_in(entry)
-            if changed if entry.endswith(_INSTALLED) else changed & self._tops:
+            if not entry.endswith(_INSTALLED):
+                changed = {name.partition(".")[0] for name in changed} & self._tops
+            if changed:
                 return True
-        return any(_stamp_of(fingerprint(f)) != _stamp_of(old) for f, old in self._files.items())
+        return any(_stamp_of(_stat_of(f)) != _stamp_of(old) for f, old in self._files.items())
 
 
 def _names_in(entry: str) -> set[str]:
-    """Return the first parts of the names in a directory; none if there is no directory."""
+    """Return the names in a directory; none if there is no directory."""
     with contextlib.suppress(OSError):
-        return {each.partition(".")[0] for each in os.listdir(entry)} - {"__pycache__"}
+        return set(os.listdir(entry)) - {"__pycache__"}
     return set()
 
 
 def _place_of(entry: str) -> tuple[int, int] | None:
     """Return device and inode of what an entry of the path leads to."""
-    found = fingerprint(entry)
-    return found and found.place
+    found = _stat_of(entry)
+    return found and (found.st_dev, found.st_ino)
 
 
-def _stamp_of(found: Fingerprint | None) -> tuple[int, ...] | None:
-    """Return size, place and time of a file: a further hard link, as uv makes, is no change."""
-    return found and found[:4]
+def _stat_of(path: str) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path)
+    return None
+
+
+def _stamp_of(found: os.stat_result | None) -> tuple[int, ...] | None:
+    """Return size, place and time of a file: a further hard link is no change."""
+    return found and (found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def _is_local(device: int) -> bool:

@@ -62,6 +62,16 @@ def write_until_later(path, freshness):
         path.write_text("value = 2")
 
 
+def test_further_link_while_modules_are_imported_is_no_change(module, tmp_path):
+    path = module("some_module")
+    freshness = Freshness()
+    while path.stat().st_ctime_ns <= freshness._since_ns:
+        (tmp_path / "further").unlink(missing_ok=True)
+        os.link(path, tmp_path / "further")
+    freshness.begin()
+    assert not freshness.is_lost()
+
+
 def test_what_changes_while_modules_are_imported_is_noticed(module):
     freshness = Freshness()
     write_until_later(module("some_module"), freshness)
