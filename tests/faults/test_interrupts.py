@@ -113,8 +113,6 @@ def attempt(call, *args, **kwargs):
 attempt(shmload.load_pipeline, pipeline, dtype="bfloat16")
 del sys.meta_path[0]
 attempt(shmload.load_pipeline, pipeline, dtype="bfloat16")
-attempt(shmload.load_model, "AutoencoderKL", pipeline, subfolder="vae")
-attempt(shmload.load_state_dict, checkpoint)
 attempt(shmload.warm, pipeline, dtype="bfloat16")
 attempt(shmload.warm, checkpoint, dtype="bfloat16")
 """
@@ -127,6 +125,6 @@ def test_load_after_an_interrupted_import_says_to_restart(
     configure(cache_dir=tmp_path / "no rules")
     process = new_child(CUT_SHORT, saved("flux"), checkpoint)
     assert process.expect("GOT") == "KeyboardInterrupt False"
-    said = [process.expect("GOT") for _ in range(5)]
+    said = [process.expect("GOT") for _ in range(3)]
     # A file of weights has no class: it needs no library.
-    assert said == ["LibraryError True"] * 4 + ["nothing"]
+    assert said == ["LibraryError True"] * 2 + ["nothing"]

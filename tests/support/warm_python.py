@@ -73,30 +73,19 @@ class WarmPython:
             bufsize=0,
         )
 
-    @contextlib.contextmanager
-    def starting(self, program, *arguments):
-        """Start a program; kill it at the end of the block.
-
-        Yields:
-            Its process, and two files: what it writes to stdout and to stderr.
-        """
-        with tempfile.TemporaryFile() as words, tempfile.TemporaryFile() as errors:
-            process = self.start(program, arguments, stdout=words, stderr=errors)
-            with process.stdin:
-                try:
-                    yield process, words, errors
-                finally:
-                    process.kill()
-                    process.wait()
-
     def run(self, program, *arguments):
         """Run a program as `subprocess.run(capture_output=True, text=True)` does."""
-        with self.starting(program, *arguments) as (process, *files):
+        with tempfile.TemporaryFile() as words, tempfile.TemporaryFile() as errors:
+            process = self.start(program, arguments, stdout=words, stderr=errors)
             try:
                 code = process.wait(_PROGRAM_TIMEOUT_S)
             except subprocess.TimeoutExpired as exc:
-                raise AssertionError("\n".join(map(_text_of, files))) from exc
-            return subprocess.CompletedProcess(program, code, *map(_text_of, files))
+                raise AssertionError(f"{_text_of(words)}\n{_text_of(errors)}") from exc
+            finally:
+                process.stdin.close()
+                process.kill()
+                process.wait()
+            return subprocess.CompletedProcess(program, code, _text_of(words), _text_of(errors))
 
     def ask(self, question, fds=()):
         """Return the answer to a question; after an error there are no more answers."""

@@ -120,11 +120,3 @@ def test_archive_of_another_program(described):
     backwards = dict(reversed(members.items()))
     with pytest.raises(Unread, match="does not say where its 'b' lies"):
         described(archive({"archive/data.pkl": members["archive/data.pkl"], **backwards}))
-
-
-@pytest.mark.parametrize("name", ["archive/data.pkl", "archive/data/0", "archive/version"])
-def test_missing_member_is_an_error_of_torch(described, name):
-    members = parts({"a": torch.ones(2)})
-    del members[name]
-    with pytest.raises(RuntimeError, match=r"PytorchStreamReader|hasRecord"):
-        described(archive(members))
