@@ -1,6 +1,6 @@
-"""Times the steps of a copy of weights in memory to a GPU, of 4.5 and of 20 GB.
+"""Times the steps of a copy of weights in memory to a GPU, for some sizes in GB.
 
-    .venv/bin/python scripts/upload_steps.py [--pretend]
+    .venv/bin/python scripts/upload_steps.py [--pretend] [SIZE]...       # 4.5 and 20
 
 The weights are bfloat16 matrices of 38 MB, with a bias each, over a file in memory that is mapped
 as a segment is. Each size is copied twice; the second time is that of a process that has copied
@@ -29,7 +29,6 @@ from shmload._host.descriptors import inode_of
 from shmload._runtimes.kinds import runtime_of
 from shmload._runtimes.runtime import Runtime
 
-_SIZES_GB = (4.5, 20)
 _WIDTH = 4352
 _MATRIX_NBYTES = _WIDTH * _WIDTH * 2
 _BLOCK_NBYTES = _MATRIX_NBYTES + _WIDTH * 2
@@ -38,14 +37,16 @@ _BLOCK_NBYTES = _MATRIX_NBYTES + _WIDTH * 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--pretend", action="store_true")
-    if parser.parse_args().pretend:
+    parser.add_argument("sizes", nargs="*", type=float, default=[4.5, 20])
+    asked = parser.parse_args()
+    if asked.pretend:
         runtime: Runtime = Pretended(copies=False)
     else:
         runtime = runtime_of(torch.device("cuda:0"))
         for name, is_pinned in {"page-locked": True, "pageable": False}.items():
             rate = plain_rate("cuda:0", is_pinned=is_pinned) / 1e9
             print(json.dumps({f"plain copy, {name}, GB/s": round(rate, 1)}))
-    for size in _SIZES_GB:
+    for size in asked.sizes:
         file = _filled(round(size * 1e9 / _BLOCK_NBYTES))
         for _ in range(2):
             print(json.dumps({"GB": size} | _measure(file, runtime)), flush=True)

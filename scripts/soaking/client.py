@@ -83,7 +83,6 @@ def main() -> None:
         except Exception as exc:  # the judge decides whether this error is allowed
             answer = {
                 "errors": [kind.__name__ for kind in type(exc).__mro__],
-                "message": str(exc),
                 "traceback": traceback.format_exc(),
             }
         answers.write(json.dumps(answer) + "\n")
