@@ -19,7 +19,7 @@ import torch
 from shmload._building.call import call_of
 from shmload._building.homes import adopt
 from shmload._building.mapped import models_in, modules_of, plain_tensors
-from shmload._building.publishing import Published, load_published, opened
+from shmload._building.publishing import Published, load_published
 from shmload._checkpoints.wanted import is_publication
 from shmload._compat import ADAPTER_STATE, as_plain_tensors, is_brought_from_copies
 from shmload._host.collector import paused_gc
@@ -123,7 +123,8 @@ def _refuse_offloaded(thing: Any, source: str) -> None:
 def _load(thing: Any, source: _Source, arguments: dict[str, Any]) -> tuple[str, Any]:
     """Load a source; return it, a publication with its version, and the pipeline or model."""
     if is_publication(source):
-        with opened(str(source)) as version:  # while it is attached, it stays
+        version, own = Publication.parse(str(source)).attach()
+        with own:  # while it is attached, it stays
             return version.source, load_published(version.source, arguments)
     call = call_of(models_in(thing).get("", thing))
     if call is None:

@@ -5,17 +5,15 @@ others are copied once, into the publication's own segment, with the structure. 
 restore that structure over its segments.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
 
-from shmload._building import stored
 from shmload._building.keeping import store, why_not_kept
 from shmload._building.mapped import models_in
-from shmload._building.stored import Opened, restore
+from shmload._building.stored import restore
 from shmload._checkpoints.rule import RAW
 from shmload._segments.metadata import make_metadata
 from shmload._segments.publications import Publication
@@ -24,27 +22,11 @@ from shmload._wording import format_nbytes, logger_of
 from shmload.errors import ArgumentError, PublicationError, ShmloadError
 
 
-@contextlib.contextmanager
-def opened(source: str) -> Iterator[Opened]:
-    """Attach and map a version inside the block; what is made over it stays valid.
-
-    Args:
-        source: `shm:NAME`, for the newest version, or `shm:NAME@VERSION`.
-
-    Raises:
-        SegmentNotFound: there is no such publication.
-        PublicationError: a segment that it needs is gone.
-    """
-    version, own = Publication.parse(source).attach()
-    with stored.opened(version.source, own) as found:
-        yield found
-
-
 def load_published(source: str, given: Mapping[str, object] | None = None) -> Any:
     """Return the pipeline or model of a publication.
 
     Args:
-        source: as for `opened`.
+        source: `shm:NAME`, for the newest version, or `shm:NAME@VERSION`.
         given: the other arguments of the call; each must be None or False.
 
     Raises:
@@ -59,8 +41,8 @@ def load_published(source: str, given: Mapping[str, object] | None = None) -> An
         raise ArgumentError(
             f"{source} is loaded as it was published: leave out {', '.join(others)}"
         )
-    with opened(source) as version:
-        return restore(version)
+    version, own = Publication.parse(source).attach()
+    return restore(version.source, own)[0]
 
 
 logger = logger_of(__name__)

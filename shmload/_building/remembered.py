@@ -147,15 +147,13 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
     """Return what a segment keeps; None if it does not hold any more."""
     with during(Phase.IMPORT):  # of torch
         from shmload._building.parts import CannotKeepHere
-        from shmload._building.stored import opened, restore
+        from shmload._building.stored import restore
 
     try:
         level = Level(segment.read_metadata().kept.partition(":")[0])
         if level is Level.NOTHING:
             return _Kept(level, types.SimpleNamespace())
-        with opened(key.file, segment) as record:
-            nbytes = sum(each.nbytes for each in record.segments)
-            kept = _Kept(level, restore(record), nbytes)
+        kept = _Kept(level, *restore(key.file, segment))
         logger.info("%s: what an earlier load has built (%s)", key.file, level.value)
         return kept
     except (CannotKeepHere, OSError, MemoryError) as exc:  # it holds for others

@@ -10,7 +10,7 @@ segment.
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -56,63 +56,16 @@ def storage_over(content: memoryview) -> torch.UntypedStorage:
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 
 
-class Opened:
-    """A stored object whose segments are mapped.
+def restore(source: str, own: Segment) -> tuple[Any, int]:
+    """Return a kept object, and the size of the segments that it lies in, in bytes.
 
     Args:
         source: what the object is called in errors.
-        segments: its own, and those that it needs; they stay the caller's.
-    """
-
-    def __init__(self, source: str, segments: Sequence[Segment]) -> None:
-        self.source = source
-        self.segments = segments
-        header = segments[0].read_header()
-        begins = {spec.name: header.data_offset + spec.begin for spec in header.tensors}
-        self._maps = [memoryview(map_ranges(each.fd, [(0, each.nbytes)])) for each in segments]
-        nbytes = next(spec.nbytes for spec in header.tensors if spec.name == STRUCTURE)
-        at = begins[STRUCTURE]
-        try:
-            record = msgspec.msgpack.decode(self._maps[0][at : at + nbytes], type=Record)
-        except msgspec.DecodeError as exc:
-            raise _broken(source, f"another shmload has made it: {exc}") from exc
-        if record.structure is None:
-            raise _broken(source, "nothing is kept of it")
-        self.structure = record.structure
-        self.code = record.code
-        # The segment of each region, and where the region begins there.
-        self._regions = [
-            (place.segment + 1, place.offset if place.segment >= 0 else begins[str(place.offset)])
-            for place in record.regions
-        ]
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._sizes = [place.nbytes for place in record.regions]
-        self._inodes = [segment.inode for segment in segments]
-
-    @functools.cached_property
-    def spans(self) -> Spans:
-        """Where its segments are mapped in this process."""
-        return Spans(set(self._inodes))
-
-    def storage(self, region: int) -> torch.UntypedStorage:
-        """Return the memory of a region; tensors of one region share it."""
-        if region not in self._storages:
-            number, begin = self._regions[region]
-            content = self._maps[number][begin : begin + self._sizes[region]]
-            self._storages[region] = storage_over(content)
-        return self._storages[region]
-
-
-@contextlib.contextmanager
-def opened(source: str, own: Segment) -> Iterator[Opened]:
-    """Attach and map what an object needs inside the block; what is made over it stays valid.
-
-    Args:
-        source: what the object is called in errors.
-        own: its own segment, which is closed with the block.
+        own: its own segment, which is closed.
 
     Raises:
-        PublicationError: a segment that it needs is gone.
+        PublicationError: it cannot be restored; says why.
+        CannotKeepHere: it cannot be restored in this process.
     """
     with contextlib.ExitStack() as closing:
         segments = [closing.enter_context(own)]
@@ -123,27 +76,39 @@ def opened(source: str, own: Segment) -> Iterator[Opened]:
                 raise _broken(source, f"its segment {name} is gone")
             segment.touch()
             segments.append(closing.enter_context(segment))
-        yield Opened(source, segments)
+        return _put_together(source, segments), sum(each.nbytes for each in segments)
 
 
-def restore(opened: Opened) -> Any:
-    """Return the object of an open record.
+def _put_together(source: str, segments: Sequence[Segment]) -> Any:
+    """Return the object that some segments have, the first of which is its own."""
+    own = segments[0]
+    try:
+        record = _record_of(own)
+    except msgspec.DecodeError as exc:
+        raise _broken(source, f"another shmload has made it: {exc}") from exc
+    if record.structure is None:
+        raise _broken(source, "nothing is kept of it")
+    header = own.read_header()
+    begins = {spec.name: header.data_offset + spec.begin for spec in header.tensors}
+    maps = [memoryview(map_ranges(each.fd, [(0, each.nbytes)])) for each in segments]
 
-    Raises:
-        PublicationError: it cannot be restored; says why.
-        CannotKeepHere: it cannot be restored in this process.
-    """
-    check = functools.partial(require_same, code=opened.code) if opened.code else None
+    @functools.cache  # tensors of one region share its memory
+    def storage_of(region: int) -> torch.UntypedStorage:
+        place = record.regions[region]
+        begin = place.offset if place.segment >= 0 else begins[str(place.offset)]
+        return storage_over(maps[place.segment + 1][begin : begin + place.nbytes])
+
+    check = functools.partial(require_same, code=record.code) if record.code else None
     with whole_libraries(), paused_gc():
         try:
-            thing = put_together(opened.structure, opened.storage, check)
+            thing = put_together(record.structure, storage_of, check)
         except (OSError, MemoryError, CannotKeepHere):
             raise
         except Exception as exc:  # whatever a class does when it is restored
-            raise _broken(opened.source, f"{type(exc).__name__}: {exc}") from exc
-    parts = [thing, *vars(thing).values()]
-    hold_leases(parts, opened.segments, opened.spans)
-    homes = Homes(opened.segments, opened.spans)
+            raise _broken(source, f"{type(exc).__name__}: {exc}") from exc
+    parts, spans = [thing, *vars(thing).values()], Spans({each.inode for each in segments})
+    hold_leases(parts, segments, spans)
+    homes = Homes(segments, spans)
     for part in parts:
         if isinstance(part, torch.nn.Module):
             watch(part, homes)
@@ -155,20 +120,21 @@ def modules_kept() -> set[str]:
     found: set[str] = set()
     for info in segments():
         if info.kept and (segment := attach(info.name)):
-            with segment:
-                found.update(_code_of(segment))
+            with segment, contextlib.suppress(msgspec.DecodeError):  # of another shmload
+                found.update(_record_of(segment).code)
     return found
 
 
-def _code_of(segment: Segment) -> dict[str, Stamp]:
-    """Return what the record of a kept object says of its code; nothing if it has none."""
-    header = segment.read_header()
-    for spec in header.tensors:
-        if spec.name == STRUCTURE:
-            raw = os.pread(segment.fd, spec.nbytes, header.data_offset + spec.begin)
-            with contextlib.suppress(msgspec.DecodeError):  # of another shmload
-                return msgspec.msgpack.decode(raw, type=Record).code
-    return {}
+def _record_of(own: Segment) -> Record:
+    """Return the record of a kept object.
+
+    Raises:
+        msgspec.DecodeError: another shmload has made it.
+    """
+    header = own.read_header()
+    spec = next(spec for spec in header.tensors if spec.name == STRUCTURE)
+    raw = os.pread(own.fd, spec.nbytes, header.data_offset + spec.begin)
+    return msgspec.msgpack.decode(raw, type=Record)
 
 
 def _broken(source: str, reason: str) -> PublicationError:
