@@ -6,25 +6,24 @@ object's own segment, with the structure.
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
-import torch
 
 from shmload._building.code import code_of
 from shmload._building.mapped import Spans, map_ranges
 from shmload._building.parts import CannotKeep, Region
 from shmload._building.stored import STRUCTURE, Place, Record, storage_over
 from shmload._building.structure import put_together, take_apart
-from shmload._checkpoints.dtypes import TORCH_NAMES
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES, has_own_pages
 from shmload._host.shm import write_at
 from shmload._loading.room import chosen_budget, made_room
-from shmload._segments.layout import Layout, lay_out
+from shmload._segments.layout import lay_out
 from shmload._segments.listing import names_by_inode
 from shmload._segments.metadata import Metadata
 from shmload._segments.part import Part
@@ -104,15 +103,30 @@ def _write(
     is_pinned: bool = False,
 ) -> Segment:
     """Write a record and the bytes of regions, and give the part its name; return the segment."""
-    contents = {
-        str(number): _content_of(_memory(region), region.dtype) for number, region in enumerate(own)
-    }
-    encoded = msgspec.msgpack.encode(record)
-    contents[STRUCTURE] = _content_of(memoryview(encoded), torch.uint8)
-    layout = _plan(contents, metadata)
+    contents = {str(number): (_dtype_of(each), _memory(each)) for number, each in enumerate(own)}
+    contents[STRUCTURE] = ("U8", memoryview(msgspec.msgpack.encode(record)))
+    specs = list[TensorSpec]()
+    for name, (dtype, content) in contents.items():
+        begin = specs[-1].end if specs else 0
+        shape = (content.nbytes * 8 // NBITS[dtype],)
+        specs.append(TensorSpec(name, dtype, shape, begin, begin + content.nbytes))
+    header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
+    layout = lay_out(header, lambda spec: spec.dtype, metadata)
     with made_room(layout.nbytes, chosen_budget(), is_cancelled=bool):
         part.prepare(layout)
-    return _fill(part, contents, is_pinned=is_pinned)
+    written = Segment(part.name, part.fd).read_header()
+    for spec in written.tensors:
+        _, content = contents[spec.name]
+        for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
+            at = written.data_offset + spec.begin + begin
+            write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
+    return part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_pinned)
+
+
+def _dtype_of(region: Region) -> str:
+    """Return the dtype of whole elements as a segment names it, or else that of bytes."""
+    is_whole = region.nbytes % region.dtype.itemsize == 0
+    return _DTYPES.get(str(region.dtype).removeprefix("torch."), "U8") if is_whole else "U8"
 
 
 def keep_nothing(part: Part, metadata: Metadata) -> None:
@@ -227,57 +241,3 @@ def _is_unchanged(region: Region, segment: Segment, offset: int) -> bool:
 
 def _memory(region: Region) -> memoryview:
     return memoryview((ctypes.c_uint8 * region.nbytes).from_address(region.address)).cast("B")
-
-
-# Its own segment ----------------------------------------------------------------------------------
-
-
-class _Content(NamedTuple):
-    """What a segment has under a name."""
-
-    dtype: str
-    """As safetensors names it."""
-    bytes: memoryview
-    itemsize: int
-
-
-def _content_of(content: memoryview, dtype: torch.dtype) -> _Content:
-    """Return bytes that tensors of a dtype lie in; of whole elements as that, else as bytes."""
-    name = _DTYPES.get(str(dtype).removeprefix("torch."), "U8")
-    is_whole = name != "U8" and content.nbytes % dtype.itemsize == 0
-    return _Content(name if is_whole else "U8", content, dtype.itemsize if is_whole else 1)
-
-
-def _plan(contents: Mapping[str, _Content], metadata: Metadata) -> Layout:
-    """Lay out a segment.
-
-    Args:
-        contents: by name.
-        metadata: what its header is to say.
-    """
-    specs = []
-    position = 0
-    for name, content in contents.items():
-        nbytes = content.bytes.nbytes
-        count = nbytes // content.itemsize
-        specs.append(TensorSpec(name, content.dtype, (count,), position, position + nbytes))
-        position += nbytes
-    header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
-    return lay_out(header, lambda spec: spec.dtype, metadata)
-
-
-def _fill(part: Part, contents: Mapping[str, _Content], *, is_pinned: bool = False) -> Segment:
-    """Write what was laid out, and give the part its name; return the segment.
-
-    Args:
-        part: has its header and its length.
-        contents: as for `plan`.
-        is_pinned: whether it is pinned from the first.
-    """
-    written = Segment(part.name, part.fd).read_header()
-    for spec in written.tensors:
-        content = contents[spec.name].bytes
-        for begin in range(0, spec.nbytes, _BLOCK_NBYTES):
-            at = written.data_offset + spec.begin + begin
-            write_at(part.fd, content[begin : begin + _BLOCK_NBYTES], at)
-    return part.publish(digest_data(part.fd, written), Stay.RESIDENT, is_pinned=is_pinned)
