@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmload._building.call import forget
-from shmload._building.keys import Incomparable, is_chosen_elsewhere, key_of
+from shmload._building.keys import Incomparable, is_chosen_elsewhere, key_of, spelled
 from shmload._building.remembered import once
 from shmload._checkpoints.wanted import expand_home
 from shmload._host.collector import paused_gc
@@ -66,8 +66,7 @@ def mix(
     facts = {
         "loras": [[scale, given] for _, scale, given in adapters],
         "given_as": os.fspath(source),
-        # A dtype and its name mean the same.
-        "dtype": dtype if isinstance(dtype, Mapping) else str(dtype).removeprefix("torch."),
+        "dtype": spelled(dtype),
         "given": {name: each for name, each in load_kwargs.items() if name not in _HOW},
     }
     given = [each for each in load_kwargs.values() if isinstance(each, str | os.PathLike)]

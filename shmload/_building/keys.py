@@ -100,7 +100,7 @@ def key_of_load(
         "folders": sorted(source.folders),
         # The models note it.
         "given_as": [os.fspath(source.given), isinstance(source.given, str), maker.takes_path],
-        "dtype": _spelled(dtype),
+        "dtype": spelled(dtype),
         "given": given,
     }
     # An index may name shards outside of the source.
@@ -142,10 +142,10 @@ def _name_of(cls: type | str | None) -> str | None:
     return name if public is cls and name != "AutoModel" else own
 
 
-def _spelled(dtype: object) -> object:
+def spelled(dtype: object) -> object:
     """Return a dtype as its name, also by component: both mean the same."""
     if isinstance(dtype, Mapping):
-        return {name: _spelled(each) for name, each in dtype.items()}
+        return {name: spelled(each) for name, each in dtype.items()}
     return str(dtype).removeprefix("torch.")
 
 
