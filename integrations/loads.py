@@ -311,8 +311,9 @@ def _load_model(call: Call, *, takes_path: bool) -> Any:
     wanted, kwargs = call.wanted, dict(call.kwargs)
     with during(Phase.FIND):
         if is_single_file(wanted.source):
-            from shmload._building.blocks_maker import maker_of_file
-            from shmload._building.single_file import bring_single_file
+            with during(Phase.IMPORT):  # of torch
+                from shmload._building.blocks_maker import maker_of_file
+                from shmload._building.single_file import bring_single_file
 
             wanted = bring_single_file(wanted)
             maker: Maker = maker_of_file(call.cls, wanted.source, kwargs)

@@ -124,8 +124,6 @@ class BlocksMaker(SingleFileMaker):
             LibraryError: the library needs another package for them.
             ValueError: as there, of a kind that it does not know.
         """
-        import torch
-
         stored = wrap(fd, os.fspath(self._path))
         with Descriptor(open_source(self._path)) as file:
             header = read_header(file.fd, self._path)
