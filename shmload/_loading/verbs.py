@@ -1,4 +1,4 @@
-"""`warm`, `plan` and `view`: make segments resident, say what a load would do, lend a path."""
+"""`warm` and `view`: make segments resident, and lend a path to them."""
 
 import contextlib
 import os
