@@ -35,7 +35,7 @@ class Wrapper(torch.Tensor):
 def test_wrapper_that_does_not_say_where_its_bytes_are_is_refused():
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(Wrapper(), requires_grad=False)
-    with pytest.raises(parts.CannotKeep, match="weight: a .* without bytes of its own"):
+    with pytest.raises(parts.CannotKeep, match=r"weight: a .* without bytes of its own"):
         structure.take_apart(module)
 
 
