@@ -210,7 +210,9 @@ def remove_expired() -> list[str]:
     """
     try:
         due = [name for name in segment_names() if _ask(name, _is_due)]
-        known = {info.name: info for info in segments_by_lock()} if due else {}
+        if not due:
+            return []
+        known = {info.name: info for info in segments_by_lock()}
         look = remove_idle(due, patience_s=0, condition=_is_due)
         for name in look.used:
             _ask(name, Segment.touch)
