@@ -57,19 +57,6 @@ def test_import_says_what_it_said_in_the_template(running):
     assert run(running, "-c", "pass").stderr == ""
 
 
-@pytest.mark.usefixtures("template")
-def test_variable_that_is_set_before_the_import_counts(running):
-    code = "import os; os.environ['TORCH_OWN_SETTING'] = 'new'; import own_library; print({})"
-    ended = run(running, "-c", code.format("own_library.VALUE"))
-    assert ended.stdout == "new\n"
-    assert ended.stderr == (
-        "shmload run: in the ordinary way: the program set TORCH_OWN_SETTING before it imported a "
-        "library\nown_library is imported\n"
-    )
-    late = run(running, "-c", "print(1, flush=True); " + code.format("own_library.VALUE"))
-    assert "the program set TORCH_OWN_SETTING before it imported a library" in late.stderr
-
-
 _SETS = """
 import os, sys
 print(os.environ.get("TORCH_OWN_SETTING"))
@@ -217,19 +204,6 @@ def test_stopped_template_costs_a_second(running, template):
     assert run(running, "-c", "print(2)").stderr == ""  # it serves again
 
 
-def test_stopped_template_is_listed_and_named(running, template):
-    os.kill(template, signal.SIGSTOP)
-    try:
-        for words in (["ls"], ["warm"], ["stop"]):
-            ended = running.shmload("template", *words)
-            assert f"process {template}, stopped (`kill -CONT {template}`)" in (
-                ended.stdout + ended.stderr
-            )
-    finally:
-        os.kill(template, signal.SIGCONT)
-    running.wait_for_templates(lambda found: not found)
-
-
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGABRT", "SIGTTIN", "SIGWINCH", "SIGCHLD"])
 @pytest.mark.usefixtures("template")
 def test_signal_reaches_the_program_once(start, name):
@@ -270,20 +244,6 @@ def test_variables_that_no_shell_passes_are_taken_as_by_python(running, option):
     program = [option, "import os; print(os.environ['TWICE'], 'word' in os.environ)"]
     command = [sys.executable, "-c", _ODD_VARIABLES, "-m", "shmload", "run", *program]
     assert running.run(command, check=True).stdout == "1 False\n"
-
-
-@pytest.mark.usefixtures("template")
-def test_program_has_the_descriptors_that_it_was_given(running):
-    reading, writing = os.pipe()
-    ended = running.shmload(
-        "run", "-v", "-c", f"import os; os.write({writing}, b'through'); os.close({writing})",
-        pass_fds=[writing],
-    )  # fmt: skip
-    os.close(writing)
-    assert ended.stderr == ""
-    assert os.read(reading, 100) == b"through"
-    assert os.read(reading, 100) == b""  # nothing else has it open
-    os.close(reading)
 
 
 def test_many_runs_leave_nothing(running, template):

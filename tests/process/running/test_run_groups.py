@@ -53,14 +53,6 @@ def has_ended(fd, timeout_s=_DEADLINE_S):
     return bool(select.select([fd], [], [], timeout_s)[0])
 
 
-def test_signal_to_the_caller_alone_leaves_what_the_program_has_started(pair):
-    caller, program, child, _ = pair()
-    caller.send_signal(signal.SIGTERM)
-    assert caller.wait(_DEADLINE_S) == -signal.SIGTERM
-    assert has_ended(program)
-    assert not has_ended(child, 0.1)
-
-
 def test_killed_caller_takes_the_group_of_its_program_with_it(pair):
     caller, program, child, _ = pair()
     caller.kill()

@@ -82,20 +82,6 @@ def test_it_is_on_in_children(redirected):
     assert ended.stdout == "True True\n" * 4, ended.stderr
 
 
-@pytest.mark.usefixtures("way")
-def test_path_and_modules_are_those_of_python(running, redirected):
-    code = "import sys; print(sys.path, 'sitecustomize' in sys.modules, 'torch' in sys.modules)"
-    plain = running.run([sys.executable, "-c", code], check=True)
-    assert redirected("-c", code).stdout == plain.stdout
-
-
-@pytest.mark.usefixtures("way")
-def test_run_in_a_redirected_program_is_redirected(redirected):
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'shmload', 'run', *{}])"
-    ended = redirected("-c", code.format(["show.py"]))
-    assert ended.stdout == "True True\n", ended.stderr
-
-
 def test_sitecustomize_of_the_user_runs(running, redirected):
     other = running.folder / "fakes" / "sitecustomize.py"
     other.write_text("import sys; sys.was_customized = __name__, __file__\n")

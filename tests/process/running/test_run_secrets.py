@@ -57,12 +57,3 @@ call(248, b"user", b"of a caller", b"secret", 6, -3)
 def test_no_key_of_another_caller_is_in_the_keyring_of_a_program(running):
     found = [running.shmload("run", "-v", "-c", _KEYS) for _ in range(2)]
     assert [(ended.stdout, ended.stderr) for ended in found] == [("-1\n", "")] * 2
-
-
-@pytest.mark.usefixtures("template")
-def test_no_secret_of_another_caller_is_in_a_program(running):
-    code = "import os; print(os.getpid(), flush=True); input()"
-    with running.call("-c", code) as caller:
-        memory = memory_of(int(caller.stdout.readline()))
-        assert caller.communicate("end\n")[1] == ""
-    assert not re.search(_SECRET.encode(), memory)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -148,11 +147,6 @@ def test_confined_process_gets_no_template_outside(running, template, name):
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 
 
-def test_process_that_is_not_confined_is_served(running, template):
-    ended = lie(running, template, "pass")
-    assert ended.stdout == "hello\n", ended.stderr
-
-
 @_needs_root
 def test_another_priority_has_a_template_of_its_own(running):
     code = "from shmload._templates import identity; print(identity.key_of({}))"
@@ -191,19 +185,6 @@ def test_packet_that_is_no_call_is_refused(running, template, packet):
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 
 
-@pytest.mark.slow
-def test_template_without_descriptors_costs_the_ordinary_start(running, template):
-    used = len(os.listdir(f"/proc/{template}/fd"))
-    before = resource.prlimit(template, resource.RLIMIT_NOFILE)
-    resource.prlimit(template, resource.RLIMIT_NOFILE, (used, before[1]))
-    ended = running.shmload("run", "-v", "-c", "print(1)")
-    assert (ended.stdout, ended.returncode) == ("1\n", 0)
-    assert "in the ordinary way" in ended.stderr
-    resource.prlimit(template, resource.RLIMIT_NOFILE, before)
-    assert running.shmload("run", "-v", "-c", "print(2)").stdout == "2\n"
-    assert template in [found["pid"] for found in listed(running)]
-
-
 @pytest.mark.parametrize("limit", ["-n 5", "-v 4000000", "-s 1000"])
 @pytest.mark.usefixtures("template")
 def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
@@ -212,14 +193,3 @@ def test_caller_with_little_room_starts_in_the_ordinary_way(running, limit):
     )
     assert (ended.stdout, ended.returncode) == ("1\n", 0), ended.stderr
     assert "in the ordinary way" in ended.stderr
-
-
-@pytest.mark.slow
-def test_another_limit_of_stacks_has_a_template_of_its_own(running, template):
-    warm = 'ulimit -s 1000; "$0" -m shmload template warm; "$0" -m shmload run -v -c "print(1)"'
-    for _ in range(2):
-        ended = running.run(["bash", "-c", warm, sys.executable])
-        assert ended.stdout.endswith("1\n")
-        own = running.shmload("run", "-v", "-c", "print(2)")
-        assert "in the ordinary way" not in ended.stderr + own.stderr
-    assert template in [found["pid"] for found in listed(running)]
