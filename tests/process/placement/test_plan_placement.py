@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 
 import diffusers
 import pytest
@@ -44,18 +43,6 @@ def test_planned_sizes_are_those_of_the_loaded_models(saved, family, torch_dtype
 
 
 @pytest.mark.libraries
-def test_component_of_an_unknown_class_is_one_piece_of_its_files_size(copied):
-    folder = copied("flux", "bfloat16")
-    index = json.loads((folder / "model_index.json").read_text())
-    index["transformer"] = ["diffusers", "NoSuchTransformer"]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    transformer = _components(folder, "bfloat16")["transformer"]
-    assert transformer.module.is_unit
-    assert transformer.nbytes == transformer.module.nbytes > 0
-    assert transformer.runs_each_step
-
-
-@pytest.mark.libraries
 def test_component_without_safetensors_is_not_forgotten(copied):
     folder = copied("flux")
     (weights,) = (folder / "vae").glob("*.safetensors")
@@ -71,17 +58,6 @@ def test_component_without_safetensors_is_not_forgotten(copied):
 
 
 # The answer ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.libraries
-def test_printed_placement_is_the_table_of_the_command_line(saved, capsys):
-    found = shmload.plan(saved("flux"), dtype="bfloat16", inventory="1GiB")
-    main(
-        ["plan", str(saved("flux")), "--dtype", "bfloat16", "--inventory", "1GiB"],
-        standalone_mode=False,
-    )
-    assert f"{found.placement}\n" == f"{found}\n" == capsys.readouterr().out
-    assert "text_encoder_2" in str(found)
 
 
 @pytest.fixture

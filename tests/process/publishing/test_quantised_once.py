@@ -13,7 +13,6 @@ from mappings import copied_nbytes
 
 import shmload
 from shmload._building import code, remembered
-from shmload._segments import part
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
@@ -97,38 +96,3 @@ def test_any_door_quantises_once(saved, door, keep):
 
 
 # What can be in the way ---------------------------------------------------------------------------
-
-
-def test_next_process_quantises_when_the_first_is_killed(load, saved, child, monkeypatch):
-    killed = child(
-        """
-import sys
-from pathlib import Path
-sys.path.append(sys.argv[2])
-import shmload
-from halving import HalvingConfig, HalvingQuantizer
-def stop(*rest, **named):
-    print("QUANTISING", flush=True)
-    sys.stdin.read()
-HalvingQuantizer._process_model_after_weight_loading = stop
-shmload.load_model(
-    "AutoencoderKL", Path(sys.argv[1]), subfolder="vae", quantization_config=HalvingConfig(),
-    keep=True, progress=False)
-""",
-        saved("stable-diffusion"),
-        SUPPORT,
-    )
-    killed.expect("QUANTISING")
-    waited = []
-
-    def kill(_):
-        waited.append(True)
-        killed.process.kill()
-        killed.wait()
-
-    monkeypatch.setattr(part.time, "sleep", kill)
-    before = HalvingQuantizer.runs
-    load()
-    assert waited
-    assert HalvingQuantizer.runs == before + 1
-    assert len(kept()) == 1

@@ -107,55 +107,6 @@ def test_larger_than_the_budget_is_refused_and_nothing_else_goes(made, sources, 
 # Several threads ----------------------------------------------------------------------------------
 
 
-def test_one_pipeline_is_used_by_one_thread_at_a_time(made, sources):
-    switcher = made(sources, "1GiB")
-    inside = []
-    overlaps = []
-
-    def work():
-        for _ in range(5):
-            with switcher.use("a"):
-                overlaps.append(bool(inside))
-                inside.append(1)
-                run_a_moment()
-                inside.pop()
-
-    def run_a_moment():
-        sum(range(20_000))
-
-    in_threads(work, work, work)
-    assert not any(overlaps)
-    assert switcher.figures.loads == 1
-
-
-def test_what_is_used_does_not_go_and_is_waited_for(made, sources, size, room):
-    switcher = made(sources, room(1))
-    is_in, may_go, is_waiting = threading.Event(), threading.Event(), threading.Event()
-    got = []
-    note_waits(switcher, is_waiting.set)
-
-    def hold():
-        with switcher.use("a") as pipe:
-            is_in.set()
-            assert may_go.wait(60)
-            got.append(pipe.unet.conv_in.weight.sum().item())
-
-    def want():
-        with switcher.use("b"):
-            got.append("b")
-
-    holder, wanting = threading.Thread(target=hold), threading.Thread(target=want)
-    holder.start()
-    assert is_in.wait(60)
-    wanting.start()
-    assert is_waiting.wait(60)
-    may_go.set()
-    holder.join(60)
-    wanting.join(60)
-    assert got == [got[0], "b"]
-    assert isinstance(got[0], float)
-
-
 def note_waits(switcher, note):
     """Call a function each time that a use begins to wait for the end of another."""
     wait_for = switcher._changed.wait_for
@@ -168,12 +119,18 @@ def note_waits(switcher, note):
     switcher._changed.wait_for = wait
 
 
-def test_tasks_that_wait_leave_threads_for_the_one_that_works(made, sources):
+def test_tasks_use_a_pipeline_in_turn_and_leave_threads_for_the_one_that_works(made, sources):
     switcher = made(sources, "1GiB")
+    inside = threading.Lock()
+
+    def work_alone():
+        assert inside.acquire(blocking=False)
+        sum(range(20_000))
+        inside.release()
 
     async def work():
         async with switcher.use("a"):
-            await asyncio.to_thread(int)
+            await asyncio.to_thread(work_alone)
 
     async def work_at_once():
         await asyncio.gather(*(work() for _ in range(40)))  # more than the loop's own threads
@@ -203,32 +160,6 @@ def test_task_that_is_cancelled_while_it_waits_has_nothing(made, sources):
             pass
 
     asyncio.run(cancel())
-
-
-def test_wait_ends_with_its_time(made, sources, room, configure):
-    configure(wait_timeout_s=0.05)
-    switcher = made(sources, room(1))
-    errors = []
-
-    def want():
-        try:
-            with switcher.use("b"):
-                pass
-        except shmload.SegmentTimeout as exc:
-            errors.append(exc)
-
-    with switcher.use("a"):
-        in_threads(want)
-    assert "b waited 0.05 s for a, which are in use" in str(errors[0])
-
-
-def in_threads(*functions):
-    threads = [threading.Thread(target=each) for each in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive()
 
 
 # Arguments, ends ----------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
 """The examples on the page for several models run as printed, and the server keeps its budget."""
 
 import io
-import json
 import re
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,14 +18,6 @@ import shmload
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
 _PAGE = Path(__file__).parents[3] / "docs" / "switching.md"
-_SERVE = """
-import socket, torch, uvicorn
-torch.set_num_threads(1)
-import server
-with socket.create_server(("127.0.0.1", 0)) as listener:
-    print("PORT", listener.getsockname()[1], flush=True)
-    uvicorn.run(server.app, fd=listener.fileno(), log_level="warning")
-"""
 _MODELS = "photo", "anime", "cartoon"
 _STYLES = {"ink": 0.8, "wash": 0.6}
 
@@ -61,45 +50,34 @@ def pipeline_of(folder, name):
     return pipe
 
 
-def ask(url, data=None):
-    with urllib.request.urlopen(url, data, timeout=120) as answer:
-        return answer.read()
-
-
 @pytest.mark.slow
-def test_server_makes_all_pictures_within_its_budget(folder, new_child, monkeypatch):
-    for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name)
-    size = shmload.plan(folder / "path/to/photo", dtype="bfloat16", keep=True).decode_nbytes
-    budget = size * 4  # three models are 3, and each style half of one, with its structure
+def test_server_makes_all_pictures_within_its_budget(folder, monkeypatch):
+    pytest.importorskip("fastapi")
+    plan = shmload.plan(folder / "path/to/photo", dtype="bfloat16", keep=True)
+    # Three models are 3, and each style half of one, with its structure.
+    budget = plan.decode_nbytes * 4
     (server,) = [each for each in examples() if "FastAPI(" in each]
-    (folder / "server.py").write_text(server.replace('"20GiB"', str(budget)))
     monkeypatch.chdir(folder)
-    names = [*_MODELS, *(f"photo-{style}" for style in _STYLES)]
-    query = "prompt=a+cat&steps=2&size=16&seed=0"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    space, size = {}, 16
+    exec(server.replace('"20GiB"', str(budget)), space)
     wanted = {}
-    for name in names:
-        call = {"height": 16, "width": 16, "num_inference_steps": 2}
+    for name in space["MODELS"]:
         seed = torch.Generator().manual_seed(0)
-        wanted[name] = np.array(
-            pipeline_of(folder, name)("a cat", generator=seed, **call).images[0]
-        )
-    torch.set_num_threads(threads)
-    child = new_child(_SERVE)
-    url = f"http://127.0.0.1:{child.expect('PORT')}"
+        call = {"num_inference_steps": 2, "height": size, "width": size, "generator": seed}
+        wanted[name] = np.array(pipeline_of(folder, name)("a cat", **call).images[0])
 
     def is_right(name):
-        png = ask(f"{url}/images/{name}?{query}")
+        png = space["make"](name, "a cat", seed=0, steps=2, size=size).body
         return (np.array(Image.open(io.BytesIO(png))) == wanted[name]).all()
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(is_right, names * 4))
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        ask(f"{url}/images/nothing?{query}")
-    figures = json.loads(ask(f"{url}/figures"))
+        assert all(pool.map(is_right, [*wanted] * 4))
+    with pytest.raises(space["HTTPException"], match="no model"):
+        space["make"]("nothing", "a cat")
+    figures = space["figures"]()
+    assert figures["hits"] + figures["loads"] == 4 * len(wanted)
     assert figures["held_nbytes"] <= budget
+    space["switcher"].close()
 
 
 def test_example_switches(folder, monkeypatch):

@@ -66,7 +66,8 @@ def use(switcher, *names):
 def test_none_goes_for_a_model_that_would_not_fit_beside_those_in_use(made, configure):
     configure(wait_timeout_s=0.05)
     switcher = made(3, a=module, b=module, c=lambda: module(3))
-    with pytest.raises(shmload.SegmentTimeout), switcher.use("b"):
+    said = "c waited 0.05 s for b, which are in use"
+    with pytest.raises(shmload.SegmentTimeout, match=said), switcher.use("b"):
         use(switcher, "a", "c")
     assert switcher.figures.given_up == 1  # c itself, which was larger than was known
     use(switcher, "a")

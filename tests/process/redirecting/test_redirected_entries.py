@@ -2,7 +2,6 @@
 
 import types
 
-import accelerate
 import diffusers
 import peft
 import pytest
@@ -55,17 +54,6 @@ def _pipeline(task, model, tokens, **given):
     return transformers.pipeline(task, model=model, tokenizer=tokens, **given).model
 
 
-def _two_towers(at):
-    return transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(at.bert, at.bert)
-
-
-def _dispatched(at):
-    with accelerate.init_empty_weights():
-        model = transformers.BertForMaskedLM(transformers.BertConfig.from_pretrained(at.bert))
-    model.tie_weights()
-    return accelerate.load_checkpoint_and_dispatch(model, at.bert, device_map={"": "cpu"})
-
-
 def _modular(at):
     if not _IS_NEW:
         pytest.skip("it reads no ordinary pipelines")
@@ -86,10 +74,6 @@ ENTRIES = {
         lambda at: _pipeline("feature-extraction", at.clip, at.tokens, dtype=_BF16, device=-1),
         [_S],
     ),
-    "pipeline, revision": (
-        lambda at: _pipeline("text-generation", at.llama, at.tokens, revision="main", token=None),
-        [_S],
-    ),
     "pipeline, map": (
         lambda at: _pipeline("text-generation", at.llama, at.tokens, device_map="auto"),
         [_L],
@@ -98,17 +82,12 @@ ENTRIES = {
         lambda at: _pipeline("text-generation", at.adapter, at.tokens),
         [_S],
     ),
-    "encoder and decoder": (_two_towers, [_S, _S]),
     "peft, automatic": (
         lambda at: peft.AutoPeftModelForCausalLM.from_pretrained(at.adapter, dtype=_BF16),
         [_S],
     ),
     "from_pipe": (_image_to_image, [_S]),
     "modular": (_modular, [_S] * 4),
-    "controlnets": (
-        lambda at: diffusers.MultiControlNetModel.from_pretrained(at.sd + "/unet").nets[0],
-        [_S],
-    ),
     "single file": (
         lambda at: diffusers.StableDiffusionImg2ImgPipeline.from_single_file(
             at.file, config=at.sd, safety_checker=None, torch_dtype=torch.float16
@@ -127,8 +106,6 @@ ENTRIES = {
         ),
         [_L],
     ),
-    # This calls no method that is redirected: docs/unchanged.md names it.
-    "load_checkpoint_and_dispatch": (_dispatched, []),
 }
 
 

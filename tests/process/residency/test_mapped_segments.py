@@ -75,30 +75,14 @@ def test_shared_segment_goes_with_its_last_lease_though_it_is_mapped(
     assert shm_names() == []  # no process would remove it when that program ends
 
 
-@pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_load_that_fails_leaves_what_another_process_maps(
-    checkpoint, child, monkeypatch, shm_names, is_elsewhere
+    checkpoint, child, monkeypatch, shm_names
 ):
-    mapped = []
-
     def fail(segment):
-        path = Path("/dev/shm") / segment.name
-        if is_elsewhere:
-            child(MAPPER, path).expect("MAPPED")
-        else:
-            mapped.append(load_file(path))
+        child(MAPPER, Path("/dev/shm") / segment.name).expect("MAPPED")
         raise shmload.SegmentCorrupt("test", name=segment.name)
 
     monkeypatch.setattr(load, "check_digest", fail)
     with pytest.raises(shmload.SegmentCorrupt) as caught:
         shmload.warm(checkpoint, torch_dtype="bfloat16", verify=True)
-    assert shm_names() == [caught.value.name] * is_elsewhere
-
-
-def test_service_evicts_no_segment_that_is_mapped(service, shards, map_through_view):
-    service("--budget", str(2 * ((1 << 20) + 4096)))
-    program = map_through_view(shards[0])
-    shmload.warm(shards[1], torch_dtype="bfloat16")
-    assert [user.pid for model in shmload.models() for user in model.used_by] == [program.pid]
-    shmload.warm(shards[2], torch_dtype="bfloat16")  # the first was used least recently
-    assert {info.source for info in shmload.segments()} == {str(shards[0]), str(shards[2])}
+    assert shm_names() == [caught.value.name]

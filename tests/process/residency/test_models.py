@@ -2,13 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from warming import CHILD, begun
 
 import shmload
 
@@ -113,34 +110,6 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
 # The command line ---------------------------------------------------------------------------------
 
 
-def test_dry_run_removes_nothing(pipelines, command):
-    warm(pipelines[0])
-    changed = pipelines[0] / "vae" / "model.safetensors"
-    changed.write_bytes(changed.read_bytes())
-    done = r" 1 segment, [0-9.]+ KiB: stable-diffusion \(bfloat16\)\n"
-    assert re.fullmatch(f"would remove{done}", command("gc", "--dry-run")[1])
-    assert len(shmload.segments()) == 2
-    assert re.fullmatch(f"removed{done}", command("gc")[1])
-    assert command("rm", "stable")[1].endswith("stable-diffusion (bfloat16)\n")
-
-
-@pytest.mark.parametrize("variables", [{}, {"TERM": "dumb"}])
-def test_terminal_gets_what_fits_it_and_colours_unless_it_should_not(pipelines, variables):
-    warm(pipelines[0])
-    ours, theirs = os.openpty()
-    try:
-        command = [sys.executable, "-P", "-m", "shmload", "ls"]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"} | variables
-        subprocess.run(command, env=environment, stdout=theirs, timeout=60, check=True)
-        shown = os.read(ours, 1 << 16).decode()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert "stable-diffusion" in shown
-    assert ("\x1b[1m" in shown) == (not variables)
-    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines())) <= 80
-
-
 def test_pins_and_times_to_live_are_a_column_where_there_are_some(pipelines):
     warm(pipelines[0])
     assert "KEPT" not in str(shmload.models())
@@ -153,22 +122,3 @@ def test_pins_and_times_to_live_are_a_column_where_there_are_some(pipelines):
 
 
 # What is being decoded ----------------------------------------------------------------------------
-
-
-def test_decode_is_listed_with_its_process(checkpoint, child):
-    process = child(CHILD, "warm", checkpoint)
-    begun(process)
-    process.expect("AT")
-    (decoding,) = shmload.models().decoding
-    assert (decoding.name, decoding.dtype) == ("model.safetensors", "bfloat16")
-    assert 0 < sum(info.done_nbytes for info in decoding.segments) <= decoding.nbytes
-    assert [user.pid for user in decoding.used_by] == [process.pid]
-    shown = str(shmload.models())
-    assert "BEING DECODED" in shown
-    assert "being decoded: " in shown.splitlines()[-1]
-    assert process.pid in {int(word) for word in shown.split() if word.isdigit()}
-    process.process.kill()
-    process.process.wait()
-    while shmload.models().decoding:
-        pass
-    shmload.collect_garbage()

@@ -1,7 +1,6 @@
 """A budget limits what is resident: the least recently used goes first."""
 
 import contextlib
-import logging
 import threading
 
 import pytest
@@ -37,21 +36,6 @@ def test_least_recently_used_goes_for_what_is_kept(shards, two_fit):
     state = shmload.load_state_dict(shards[2], "bfloat16", keep=True)
     assert resident() == [str(shards[0]), str(shards[2])]
     assert state["weight"].eq(2).all()
-
-
-def test_what_goes_for_a_load_is_told(shards, configure, evicts, caplog, command):
-    caplog.set_level(logging.INFO)
-    configure(budget=3 * _SEGMENT // 2)
-    assert shmload.warm(shards[0], dtype="bfloat16").evicted == ()
-    (gone,) = shmload.warm(shards[1], dtype="bfloat16").evicted
-    assert (gone.name, gone.dtype) == (shards[0].name, "bfloat16")
-    assert (gone.nbytes, gone.components, len(gone.segments)) == (_SEGMENT, (), 1)
-    told = f"evicted {shards[0].name} (bfloat16), 1.00 MiB, for room"
-    assert f"{shards[1]}: {told}" in caplog.messages
-    code, printed, _ = command("warm", shards[0], "--dtype", "bfloat16")
-    assert code == 0
-    lines = printed.splitlines()
-    assert lines[1] == f"{shards[0]}: {told.replace(shards[0].name, shards[1].name)}"
 
 
 def test_what_is_in_use_or_pinned_stays_and_the_rest_is_refused(shards, two_fit):

@@ -2,22 +2,18 @@
 
 import contextlib
 import os
-import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from warming import SHM
-from watching import until
 
 import shmload
 from shmload._doctor import diagnose
 from shmload._segments import segment
-from shmload._segments.names import lock_name, try_turn
+from shmload._segments.names import try_turn
 from shmload._segments.upkeep import find_garbage
 from shmload._service.keeper import Keeper
-from shmload._service.notice import require_service
 from shmload.errors import ArgumentError, SegmentNotFound, SegmentTimeout
 
 _HOUR_S = 3600
@@ -79,61 +75,6 @@ def leftovers():
     return next(each.detail for each in diagnose() if each.name == "leftovers")
 
 
-def test_pin_makes_what_is_shared_resident_while_it_is_in_use(shards, evicts):
-    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
-    shmload.pin(shards[0])
-    assert pinned() == [str(shards[0])]
-    shmload.unpin(shards[0])
-    assert pinned() == []
-    assert state["weight"].eq(0).all()
-
-
-@pytest.fixture
-def beside_a_change(monkeypatch):
-    """Call a function in a thread while a segment is writable; wait until it is done or waits."""
-    waits = threading.Event()
-
-    def start(function, *args):
-        beside = threading.Thread(target=function, args=args)
-        open_file = os.open
-
-        def open_late(path, flags, *args, **kwargs):
-            if flags & os.O_WRONLY and str(path).startswith("/proc/self/fd") and not beside.ident:
-                beside.start()
-                while beside.is_alive() and not waits.is_set():
-                    pass
-            return open_file(path, flags, *args, **kwargs)
-
-        monkeypatch.setattr(os, "open", open_late)
-        return beside
-
-    @contextlib.contextmanager
-    def tell(name):
-        with try_turn(name) as is_mine:
-            if not is_mine:
-                waits.set()
-            yield is_mine
-
-    monkeypatch.setattr(segment, "try_turn", tell)
-    return start
-
-
-def test_changes_at_once_lose_no_pin_and_leave_nothing_writable(resident, beside_a_change):
-    name = shmload.segments()[0].name
-    pinning = beside_a_change(shmload.pin, resident[0])
-    shmload.warm(resident[0], dtype="bfloat16", keep_for="1h")
-    pinning.join()
-    assert os.stat(SHM / name).st_mode & 0o7777 == 0o1400
-    changing = beside_a_change(
-        lambda: shmload.warm(resident[0], dtype="bfloat16", keep_for="3h"),
-    )
-    shmload.warm(resident[0], dtype="bfloat16", keep_for="2h")
-    changing.join()
-    assert os.stat(SHM / name).st_mode & 0o7777 == 0o1400
-    assert shmload.segments()[0].keep_for_s == 3 * _HOUR_S
-    assert not (SHM / lock_name("mode")).exists()
-
-
 @pytest.mark.parametrize("left", [0o600, 0o1600])
 def test_change_ends_what_a_killed_one_has_left_writable(resident, left):
     path = SHM / shmload.segments()[0].name
@@ -164,8 +105,8 @@ def test_what_is_idle_for_its_time_goes_with_the_next_load(shards, evicts, keep_
     assert [info.source for info in shmload.segments()] == [str(shards[1])]
 
 
-def test_load_of_what_is_due_uses_it(shards, evicts):
-    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+def test_load_of_what_is_due_uses_it(shards, evicts, command):
+    assert command("warm", shards[0], "--dtype", "bf16", "--keep-for", "1h")[0] == 0
     idle_for(_HOUR_S)
     assert shmload.warm(shards[0], dtype="bfloat16").read_nbytes == 0
 
@@ -194,21 +135,6 @@ def test_service_removes_what_is_due(shards, evicts):
     with contextlib.closing(Keeper(1 << 30)) as keeper:
         keeper.sweep()
     assert not shmload.segments()
-
-
-def test_command_and_preload_list_keep_for_a_time(service, shards, tmp_path, command):
-    listing = tmp_path / "preload"
-    listing.write_text(
-        f"{shards[0]} --dtype bfloat16 --pin\n{shards[1]} --keep-for 2h --dtype bfloat16\n"
-    )
-    service("--preload", str(listing))
-    until(lambda: require_service().preloaded == 2)
-    found = {Path(info.source): info for info in shmload.segments()}
-    assert found[shards[0]].is_pinned
-    assert found[shards[1]].keep_for_s == 2 * _HOUR_S
-    assert {info.dtype for info in found.values()} == {"bfloat16"}
-    assert command("warm", shards[1], "--dtype", "bf16", "--keep-for", "1h")[0] == 0
-    assert [info.keep_for_s for info in shmload.segments()] == [0, _HOUR_S]
 
 
 def test_pin_and_a_time_exclude_each_other(shards):

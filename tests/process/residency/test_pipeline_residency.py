@@ -6,32 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparing import as_bytes, assert_equal, reference
+from comparing import assert_equal, reference
 from mappings import Mappings, state_of
 
 import shmload
 
 pytestmark = pytest.mark.libraries
-
-
-def test_kept_segments_are_attached_and_nothing_is_read(saved, shm_names, evicts):
-    source = saved("wan")
-    before = shmload.plan(source, torch_dtype=torch.bfloat16)
-    assert {shard.action for shard in before.shards} == {shmload.Action.DECODE}
-    shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
-    assert shm_names() == sorted(shard.segment for shard in before.shards)
-    after = shmload.plan(source, torch_dtype=torch.bfloat16)
-    assert {shard.action for shard in after.shards} == {shmload.Action.ATTACH}
-    assert after.decode_nbytes == 0
-    assert after.resident_nbytes == sum(info.nbytes for info in shmload.segments())
-    progress = []
-    got = shmload.load_pipeline(
-        source, torch_dtype=torch.bfloat16, progress=lambda *args: progress.append(args)
-    )
-    assert progress == []
-    assert_equal(got, reference(source, torch.bfloat16))
-    assert shm_names() == sorted(shard.segment for shard in before.shards)
-    assert shmload.warm(source, torch_dtype=torch.bfloat16).read_nbytes == 0
 
 
 def test_verify_looks_at_what_was_resident(saved, shm_names, evicts):
@@ -67,23 +47,6 @@ def test_lease_lasts_as_long_as_the_pipeline(saved, shm_names, evicts, attached)
     assert not any(info.is_leased for info in shmload.segments())
     assert len(shmload.evict(str(source))) == len(names)
     assert shm_names() == []
-
-
-def test_one_tensor_that_lives_on_keeps_its_segments_lease(saved, evicts):
-    source = saved("flux")
-    pipe = shmload.load_pipeline(source, torch_dtype=torch.bfloat16, keep=True)
-    bias = pipe.vae.decoder.conv_out.bias
-    wanted = as_bytes(bias)
-    del pipe
-    gc.collect()
-    leased = [info.source for info in shmload.segments() if info.is_leased]
-    assert [Path(path).parent.name for path in leased] == ["vae"]
-    with pytest.raises(shmload.SegmentBusy):
-        shmload.evict(*(info.name for info in shmload.segments()))
-    assert [Path(info.source).parent.name for info in shmload.segments()] == ["vae"]
-    assert as_bytes(bias) == wanted
-    del bias
-    assert not any(info.is_leased for info in shmload.segments())
 
 
 def test_first_load_of_all_keeps_only_the_segments_it_uses(

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from children import run_to_end
 from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
@@ -61,36 +59,7 @@ def test_changed_source_is_not_served(checkpoint, change):
     }
 
 
-def test_source_with_an_odd_name_is_current_in_every_locale(checkpoint):
-    path = checkpoint.rename(checkpoint.with_name("caf\udce9.safetensors"))
-    shmload.warm(path)
-    assert [info.is_current for info in shmload.segments()] == [True]
-    code = "import shmload; print(ascii(shmload.segments())); print(shmload.collect_garbage())"
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = run_to_end([sys.executable, "-c", code], check=True, env=os.environ | ascii_only)
-    assert "is_current=True" in done.stdout
-    assert done.stdout.endswith("[]\n")
-    assert len(shmload.evict(path)) == 1
-
-
 # Listing and checking -----------------------------------------------------------------------------
-
-
-def test_segments_say_what_they_are(checkpoint, tmp_path):
-    before = time.time()
-    first = shmload.warm(checkpoint, torch_dtype=torch.bfloat16)
-    other = tmp_path / "other.safetensors"
-    save_file(TENSORS, other)
-    shmload.warm(other)
-    listed = shmload.segments()
-    assert [info.source for info in listed] == [str(checkpoint), str(other)]
-    info = listed[0]
-    assert info.name == first.segments[0]
-    assert info.nbytes == first.resident_nbytes == (SHM / info.name).stat().st_size
-    assert [info.conversion for info in listed] == ["BF16", "raw"]
-    assert before - 1 < info.created_at < time.time() + 1
-    assert len(info.digest) == 32
-    assert (info.is_leased, info.is_current) == (False, True)
 
 
 def test_what_is_no_segment_is_not_listed(checkpoint):
@@ -126,39 +95,34 @@ def test_flipped_byte_is_found(checkpoint, tmp_path, offset):
     other = tmp_path / "other.safetensors"
     save_file(TENSORS, other)
     shmload.warm(other)
-    assert [info.name for info in shmload.verify(name)] == [name]
     damage(name, offset)
     for check in (
         shmload.verify,
         lambda: shmload.verify(name),
-        lambda: shmload.verify(str(checkpoint)),
         lambda: shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True),
         lambda: shmload.load_state_dict(checkpoint, torch.bfloat16, verify=True),
-        lambda: shmload.view(checkpoint, torch_dtype=torch.bfloat16, verify=True).__enter__(),
     ):
-        with pytest.raises(shmload.SegmentCorrupt, match=name) as caught:
+        with pytest.raises(shmload.SegmentCorrupt, match=f"{name}.*shmload rm {name}"):
             check()
-        assert f"shmload rm {name}" in str(caught.value)
     assert len(shmload.verify(str(other))) == 1
     shmload.evict(name)
     assert shmload.warm(checkpoint, torch_dtype=torch.bfloat16, verify=True).read_nbytes == NBYTES
 
 
-def cut(name):
+def cut_short(name, nbytes):
     (SHM / name).chmod(0o600)
-    os.truncate(SHM / name, 4096 + 64)
+    os.truncate(SHM / name, nbytes)
 
 
-def empty(name):
-    (SHM / name).chmod(0o600)
-    os.truncate(SHM / name, 0)
-
-
-def break_header(name):
-    damage(name, 8, ord("["))
-
-
-@pytest.mark.parametrize("harm", [cut, empty, break_header])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda name: cut_short(name, 4096 + 64),
+        lambda name: cut_short(name, 0),
+        lambda name: damage(name, 8, ord("[")),
+    ],
+    ids=["cut", "empty", "header"],
+)
 def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, shm_names, harm):
     (name,) = shmload.warm(checkpoint, torch_dtype=torch.bfloat16).segments
     harm(name)
@@ -175,22 +139,15 @@ def test_segment_with_a_broken_header_is_found_and_can_be_removed(checkpoint, sh
 def test_command_names_every_corrupt_segment(shards, evicts, command):
     names = [shmload.warm(shard, dtype="bfloat16").segments[0] for shard in shards[:3]]
     damage(names[0], -1)
-    (SHM / names[1]).chmod(0o600)
-    (SHM / names[1]).write_bytes(b"x" * 4096)
-    for options in ([], ["--json"]):
-        code, printed, said = command("verify", *options)
-        assert code == 1
-        second, first = sorted(said.splitlines(), key=lambda line: "digest" in line)
-        assert first.startswith(f"shmload: {shards[0]}: segment {names[0]} is corrupt: its digest")
-        assert second.startswith(
-            f"shmload: segment {names[1]} is corrupt: its header is damaged; remove"
-        )
-        if options:
-            answer = json.loads(printed)
-            assert sorted(answer["corrupt"]) == sorted(names[:2])
-            assert [each["name"] for each in answer["sound"]] == names[2:]
-        else:
-            assert printed == "sound: 1 segment, 1.00 MiB\n"
+    cut_short(names[1], 0)
+    code, printed, said = command("verify", "--json")
+    assert code == 1
+    answer = json.loads(printed)
+    assert sorted(answer["corrupt"]) == sorted(names[:2])
+    assert [each["name"] for each in answer["sound"]] == names[2:]
+    assert f"{shards[0]}: segment {names[0]} is corrupt: its digest" in said
+    assert f"segment {names[1]} is corrupt: its header is damaged; remove" in said
+    assert command("verify")[1] == "sound: 1 segment, 1.00 MiB\n"
 
 
 # Removing -----------------------------------------------------------------------------------------

@@ -1,16 +1,12 @@
 """Programs that know nothing of shmload read a view directory, and map its segments."""
 
+import hashlib
 import json
-import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
-from children import run_to_end
-from comparing import reference
+from comparing import as_bytes, reference
 from mappings import state_of
-from safetensors.torch import save_file
 
 import shmload
 
@@ -41,17 +37,10 @@ def summarise(tensors):
 
 def wanted(tensors):
     """Return what `summarise` says of tensors that are mapped from segments."""
-    digests = {}
-    for name, tensor in tensors.items():
-        content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        digests[name] = [True, str(tensor.dtype), _sha256(content)]
-    return digests
-
-
-def _sha256(content):
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()
+    return {
+        name: [True, str(tensor.dtype), hashlib.sha256(as_bytes(tensor)).hexdigest()]
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.fixture
@@ -98,69 +87,3 @@ summarise(model.state_dict())
 """)
     model = transformers.CLIPTextModel.from_pretrained(source, dtype=torch.bfloat16)
     assert got == wanted(model.state_dict())
-
-
-def test_interpreter_without_shmload(folder, place):
-    shmload.view_directory(folder, place, dtype="bfloat16")
-    # -S: the file that makes an editable install importable is not read.
-    code = f"""
-import sys
-sys.path.append({sysconfig.get_path("purelib")!r})
-import importlib.util
-assert importlib.util.find_spec("shmload") is None
-import glob, safetensors
-for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
-    with safetensors.safe_open(path, "numpy") as file:
-        print(*file.keys(), [file.get_slice(name).get_dtype() for name in file.keys()])
-"""
-    ended = run_to_end([sys.executable, "-I", "-S", "-c", code, place])
-    assert ended.stdout.splitlines() == ["a.weight ['BF16']", "b ['I64']", "c ['BF16']"], (
-        ended.stderr
-    )
-
-
-READER = """
-import sys
-import torch
-from safetensors.torch import load_file
-state = load_file(sys.argv[1])
-with torch.device("meta" if sys.argv[2] == "keeps" else "cpu"):
-    model = torch.nn.Linear(1024, 2048, bias=False, dtype=torch.bfloat16)
-model.load_state_dict(state, assign=sys.argv[2] == "keeps")
-del state
-model(torch.ones(1, 1024, dtype=torch.bfloat16))
-print("READY", flush=True)
-sys.stdin.read()
-"""
-_PAGE = Path(__file__).parents[3] / "docs" / "unchanged.md"
-
-
-@pytest.mark.parametrize("kind", ["keeps", "copies"])
-def test_page_tells_whether_a_program_shares(tmp_path, place, child, kind):
-    """The commands of the page, for a program that keeps mapped tensors and one that copies."""
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file({"weight": torch.ones(2048, 1024)}, source / "model.safetensors", {"format": "pt"})
-    shmload.view_directory(source, place, dtype="bfloat16")
-    process = child(READER, place / "model.safetensors", kind)
-    process.expect("READY")
-    (command,) = (line for line in _PAGE.read_text().splitlines() if line.startswith("awk "))
-    said = _output_of(command, process)
-    nbytes = int(said.partition(" kB of segments")[0]) << 10
-    shown = _output_of(f"{sys.executable} -m shmload ls --json", process)
-    users = {each["pid"] for model in json.loads(shown)["models"] for each in model["used_by"]}
-    if kind == "keeps":
-        assert nbytes >= 4 << 20
-        assert users == {process.pid}
-    else:
-        assert nbytes == 0
-        assert users == set()
-    process.process.stdin.close()
-    assert process.wait() == 0
-
-
-def _output_of(command, process):
-    """Run a line of the page for a process."""
-    line = command.replace("PID", str(process.pid))
-    ended = run_to_end(line, shell=True, check=True)
-    return ended.stdout

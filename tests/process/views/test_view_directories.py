@@ -43,12 +43,6 @@ def test_directory_has_all_that_the_source_has(folder, place):
     assert os.listdir(place.parent) == [place.name]
 
 
-def test_file_alone_has_a_directory_too(checkpoint, place):
-    shmload.view_directory(checkpoint, place, dtype="bfloat16")
-    assert {*os.listdir(place)} == {MARKER, checkpoint.name}
-    assert_same(weights_of(place), as_bf16(TENSORS))
-
-
 def test_configurations_name_the_dtype_of_the_segments(folder, place):
     config = {"torch_dtype": "float32", "text_config": {"dtype": "float32"}, "other": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
