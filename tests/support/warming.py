@@ -32,6 +32,16 @@ for source in sources:
     if how == "race":
         sys.stdin.readline()
         report = shmload.warm(source, torch_dtype="bfloat16")
+    elif how in ("stops", "waits"):  # of a rank
+        given = {"progress": stop if how == "stops" else False}
+        try:
+            pipe = shmload.load_pipeline(source, torch_dtype="bfloat16", **given)
+        except shmload.ShmloadError as exc:
+            print("REFUSED", type(exc).__name__, exc, flush=True)
+        else:
+            print("LOADED", flush=True)
+            sys.stdin.readline()
+        continue
     elif how == "warm":
         report = shmload.warm(source, torch_dtype="bfloat16", progress=stop)
     else:

@@ -13,6 +13,7 @@ from accelerated import assert_as_on_the_host, load
 from children import run_to_end
 from comparing import assert_equal, reference
 from tracing import can_trace, noted_nbytes, noting_reads
+from warming import CHILD, begun
 from watching import until
 
 import shmload
@@ -144,38 +145,14 @@ def test_restarted_ranks_read_nothing(saved, launch, shm_names):
 
 # Deaths -------------------------------------------------------------------------------------------
 
-# Prints each step, and may stop at the first byte.
-RANK = """
-import logging, sys
-import shmload
-source, role = sys.argv[1:]
-class Say(logging.Handler):
-    def emit(self, record):
-        if "awaited" in record.msg:
-            print("BEGUN", record.getMessage(), flush=True)
-logging.getLogger("shmload").addHandler(Say())
-logging.getLogger("shmload").setLevel(logging.INFO)
-def stop(done, total):
-    print("AT", flush=True)
-    sys.stdin.readline()
-progress = stop if role == "stops" else False
-try:
-    pipe = shmload.load_pipeline(source, torch_dtype="bfloat16", progress=progress)
-except shmload.ShmloadError as exc:
-    print("REFUSED", type(exc).__name__, exc, flush=True)
-else:
-    print("LOADED", flush=True)
-    sys.stdin.readline()
-"""
-
 
 @pytest.fixture
 def start_rank(child, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def start(source, role):
-        rank = child(RANK, source, role)
-        rank.begun = rank.expect("BEGUN")
+        rank = child(CHILD, role, source)
+        rank.begun = begun(rank)
         if role == "stops":
             rank.expect("AT")
         return rank
