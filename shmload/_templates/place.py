@@ -52,14 +52,10 @@ def take_lock(key: str) -> int | None:
     Raises:
         OSError: the file cannot be made.
     """
-    fd = os.open(f"{socket_of(key)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    os.ftruncate(fd, 0)
-    os.write(fd, b"%d" % os.getpid())
+    fd = _lock(key, fcntl.LOCK_EX)
+    if fd is not None:
+        os.ftruncate(fd, 0)
+        os.write(fd, b"%d" % os.getpid())
     return fd
 
 
@@ -69,10 +65,20 @@ def is_taken(key: str) -> bool:
     Raises:
         OSError: the file cannot be made.
     """
-    fd = take_lock(key)
+    fd = _lock(key, fcntl.LOCK_SH)  # several may look at a time
     if fd is not None:
         os.close(fd)
     return fd is None
+
+
+def _lock(key: str, kind: int) -> int | None:
+    fd = os.open(f"{socket_of(key)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def is_full() -> bool:

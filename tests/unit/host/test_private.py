@@ -1,5 +1,6 @@
 """Directories that decide who is talked to: only this user's own, which no other can exchange."""
 
+import fcntl
 import os
 
 import pytest
@@ -96,3 +97,12 @@ def test_exchanging_an_open_directory_changes_nothing(runtime):
         os.close(fd)
     assert os.listdir(moved) == ["a file"]
     assert os.listdir(path) == []
+
+
+@pytest.mark.usefixtures("runtime")
+def test_callers_may_look_at_a_time_whether_there_is_a_template():
+    with open(f"{place.socket_of('key')}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert not place.is_taken("key")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert place.is_taken("key")
