@@ -95,7 +95,7 @@ def test_waiting_has_a_deadline(saved, built, child, waits, configure):
 
 
 def test_a_load_within_a_build_waits_for_no_builder(saved, child, monkeypatch):
-    source = saved("stable-diffusion")
+    source = str(saved("stable-diffusion"))  # as the builder names it
     builder = child(LOAD, source)
     builder.expect("BUILDS")
     make, found = PipelineMaker.make, []
