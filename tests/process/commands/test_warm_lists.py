@@ -43,13 +43,6 @@ def test_lines_of_a_list_have_their_own_options(files, warm, tmp_path):
     }
 
 
-def test_home_directory_is_meant_by_a_tilde(files, warm, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "list").write_text("~/a.safetensors\n")
-    assert warm("--list", tmp_path / "list")[0] == 0
-    assert {source for source, *_ in resident()} == {str(files[0])}
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -43,16 +43,6 @@ def test_strategy_that_needs_no_host_streams(saved, accelerators, streams, strat
     assert_as_on_the_host_but_for_notes(got, reference(saved("flux"), torch.bfloat16))
 
 
-def test_model_that_is_passed_in_goes_along(saved, accelerators, streams):
-    source = saved("flux")
-    vae = reference(source, torch.bfloat16).vae
-    got = load(source, device_map="balanced", max_host_memory="64KiB", vae=vae)
-    assert got.vae is vae
-    assert streams
-    assert vae.hf_device_map[""].startswith("cuda:")
-    assert_as_on_the_host_but_for_notes(got, reference(source, torch.bfloat16))
-
-
 def test_cpu_for_everything_copies_nothing(saved, accelerators):
     source = saved("flux")
     got = load(source, device_map="cpu")

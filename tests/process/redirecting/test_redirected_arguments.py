@@ -139,17 +139,6 @@ def test_source(saved, ways, source, way):
     assert ways.taken == [way], ways.lines
 
 
-def test_source_by_its_name(saved, ways):
-    source = str(saved("stable-diffusion"))
-    assert_same(lambda: diffusers.UNet2DConditionModel.from_pretrained(
-        pretrained_model_name_or_path=source, subfolder="unet"), ways)  # fmt: skip
-    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(
-        pretrained_model_name_or_path=source), ways)  # fmt: skip
-    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(), ways)
-    assert_same(lambda: diffusers.DiffusionPipeline.from_pretrained(source, source), ways)
-    assert ways.taken == ["shmload", "shmload", "library", "library"]
-
-
 @pytest.mark.parametrize(
     ("family", "dtype", "saving"),
     [

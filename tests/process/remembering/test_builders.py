@@ -160,12 +160,12 @@ def test_damaged_record_is_built_anew(saved, built, damaged):
     load(source)
     (name,) = (info.name for info in shmload.segments() if info.kept)
     path = Path("/dev/shm", name)
-    content, noise = path.read_bytes(), os.urandom(100)
+    content, noise = path.read_bytes(), os.urandom(100_000)
     path.chmod(0o600)
     path.write_bytes(
         {
-            "the end": content[:-100] + noise,
-            "the header": noise + content[100:],
+            "the end": content[:-100_000] + noise,
+            "the header": noise[:100] + content[100:],
             "the length": content[:10_000],
         }[damaged]
     )

@@ -77,19 +77,6 @@ def test_no_collection_falls_into_a_recall(saved):
     assert not ran
 
 
-def test_where_nothing_can_be_kept_each_load_builds(saved, built, monkeypatch):
-    def fail(_):
-        raise parts.CannotKeep("for no reason")
-
-    monkeypatch.setattr(keeping, "take_apart", fail)
-    source = saved("stable-diffusion")
-    wanted = reference(source, BF16)
-    for _ in range(2):
-        assert_equal(load(source), wanted)
-    assert len(built) == 2
-    assert kept() == ["nothing: for no reason"]
-
-
 def test_listing_says_how_much_is_kept(saved, command):
     load(saved("stable-diffusion"))
     listed = command("ls", "--long")[1]

@@ -1,7 +1,6 @@
 """Models are listed, named and chosen as a person would do it."""
 
 import os
-import re
 
 import pytest
 import torch
@@ -108,17 +107,6 @@ def test_name_means_the_model_in_every_dtype_and_its_id_in_one(pipelines):
 
 
 # The command line ---------------------------------------------------------------------------------
-
-
-def test_pins_and_times_to_live_are_a_column_where_there_are_some(pipelines):
-    warm(pipelines[0])
-    assert "KEPT" not in str(shmload.models())
-    shmload.pin(str(pipelines[0] / "unet"))
-    shmload.warm(pipelines[1] / "unet", dtype="bfloat16", keep_for="2h")
-    titles, first, second, *_ = str(shmload.models()).splitlines()
-    assert re.split("  +", titles)[-2:] == ["KEPT", "COMPONENTS"]
-    assert re.split("  +", first)[-2:] == ["partly pinned", "unet, vae"]
-    assert re.split("  +", second)[-2:] == ["1 h 59 min", "unet"]
 
 
 # What is being decoded ----------------------------------------------------------------------------
