@@ -146,8 +146,7 @@ def dump_error(error: BaseException) -> Parcel:
 
 def describe_error(error: BaseException) -> str:
     """Return class and message of an error."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def bytes_of(tensor: Any) -> Any:
@@ -186,6 +185,4 @@ def _make_tensor(dtype: str, shape: tuple[int, ...], content: Any) -> Any:
 
     if not len(content):
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    if isinstance(content, bytes):
-        content = bytearray(content)  # which can be written to
     return torch.frombuffer(content, dtype=getattr(torch, dtype)).reshape(shape)

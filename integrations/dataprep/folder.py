@@ -38,7 +38,6 @@ from shmload.integrations.dataprep.shards import (
 
 _FACTS = "results.json"
 _INDEX = "index.jsonl"
-_OPEN_SHARDS = 64
 
 
 @dataclass
@@ -289,7 +288,7 @@ class Results(Sequence[Any]):
         return type(self), (self.folder,)
 
 
-@lru_cache(maxsize=_OPEN_SHARDS)
+@lru_cache(maxsize=64)
 def _opened(path: Path, version: int) -> tuple[Any, dict[str, list[str]]]:
     """Open a shard; return it, and the names of its tensors by key."""
     from safetensors import safe_open
