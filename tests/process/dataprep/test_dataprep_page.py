@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.torch
@@ -55,16 +56,12 @@ def test_first_job_runs(saved, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("format", ["parquet", "webdataset"])
 def test_other_formats_are_read_as_shown(job, tmp_path, monkeypatch, format):
     monkeypatch.chdir(tmp_path)
-    give = lambda pipe, item: {"latents": np.full((2, 3), item, np.float32)}  # noqa: E731
+    give = lambda pipe, item: {"latents": np.full((2, 3), item, ml_dtypes.bfloat16)}  # noqa: E731
     job().write(give, range(5), "latents", key=str, shard_items=2, format=format)
     code = block_with("pyarrow.parquet" if format == "parquet" else "webdataset.handle_extension")
     seen = {}
-    exec(
-        f"{code}        seen[key] = latents\n"
-        if format == "parquet"
-        else f"{code}    seen[key] = latents\n",
-        {"seen": seen},
-    )
+    indent = re.findall("^ *(?=key)", code, re.M)[0]
+    exec(f"{code}{indent}seen[key] = latents\n", {"seen": seen})
     assert {key: tensor.tolist() for key, tensor in seen.items()} == {
         str(item): [[item] * 3] * 2 for item in range(5)
     }

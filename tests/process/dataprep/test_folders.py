@@ -4,18 +4,15 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
+import threading
 from random import Random
 
 import cloudpickle
 import numpy as np
-import pyarrow.parquet
 import pytest
-import safetensors.torch
 import torch
-import webdataset
-from torch.utils.data import DataLoader
+from children import run_to_end
 from watching import until
 
 import shmload
@@ -37,10 +34,10 @@ def squares(pipe, item):
 
 PROGRAM = (
     """
-import os, signal, sys, threading
+import os, sys, threading
 from shmload.integrations import dataprep
 
-folder, log, kill_at, delay_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+folder, log, kill_at, delay_s, number = sys.argv[1:]
 owner = os.getpid()
 
 def work(pipe, item):
@@ -50,8 +47,8 @@ def work(pipe, item):
     os.write(fd, b"%8d\\n" % os.getpid())
     begun = os.fstat(fd).st_size // 9
     os.close(fd)
-    if begun == kill_at:
-        threading.Timer(delay_s, os.kill, (owner, signal.SIGKILL)).start()
+    if begun == int(kill_at):
+        threading.Timer(float(delay_s), os.kill, (owner, int(number))).start()
     if item == 17:
         raise ValueError("odd")
     if item == 29:
@@ -69,13 +66,13 @@ with dataprep.Job(None, procs=PROCS) as job:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     place = tmp_path_factory.mktemp("undisturbed")
-    assert run_program(place / "results", place / "log") == 0
+    assert run_program(place / "results", place / "log").returncode == 0
     return place / "results"
 
 
-def run_program(folder, log, kill_at=0, delay_s=0.0):
-    command = [sys.executable, "-c", PROGRAM, folder, log, str(kill_at), str(delay_s)]
-    return subprocess.run(command, timeout=60, stdout=subprocess.DEVNULL, check=False).returncode
+def run_program(folder, log, kill_at=0, delay_s=0.0, number=signal.SIGKILL):
+    words = map(str, (PROGRAM, folder, log, kill_at, delay_s, int(number)))
+    return run_to_end([sys.executable, "-c", *words])
 
 
 @pytest.mark.parametrize(
@@ -85,53 +82,40 @@ def test_killed_at_any_moment_it_resumes_with_equal_bytes(number, tmp_path, undi
     random = Random(number)
     folder, log = tmp_path / "results", tmp_path / "log"
     kill_at, delay_s = random.randrange(1, COUNT), random.choice([0, random.random() / 50])
-    assert run_program(folder, log, kill_at, delay_s) in (-signal.SIGKILL, 0)
+    assert run_program(folder, log, kill_at, delay_s).returncode in (-signal.SIGKILL, 0)
     until(lambda: not any(os.path.exists(f"/proc/{int(pid)}") for pid in log.read_text().split()))
     before = len(log.read_text().split())
     done = sum(len(json.loads(path.read_text())["keys"]) for path in folder.glob("shard-*.json"))
-    assert run_program(folder, log) == 0
+    assert run_program(folder, log).returncode == 0
     assert digest_of(folder) == digest_of(undisturbed)
     again = len(log.read_text().split()) - before
     assert again <= COUNT - done + 3 * SHARD  # twice more for the item that kills its process
     assert before - done <= PROCS * SHARD + 3 * SHARD
 
 
-def test_interrupt_ends_it_at_once_and_it_resumes(tmp_path, new_child, digest_of):
-    code = """
-        import os, sys, time
-        from shmload.integrations import dataprep
-        def work(pipe, item):
-            import numpy as np
-            if item == 9 and not os.path.exists(sys.argv[2]):
-                open(sys.argv[2], "w").close()
-                print("AT", os.getppid(), flush=True)
-                time.sleep(3600)
-            return {"a": np.array([item])}
-        with dataprep.Job(None, procs=2) as job:
-            job.write(work, range(20), sys.argv[1], shard_items=4, progress=False)
-    """
-    code = "\n".join(line[8:] for line in code.splitlines())
-    code = code.replace("sys.argv[2]", repr(str(tmp_path / "mark")))
-    child = new_child(code, tmp_path / "results")
-    child.expect("AT")
-    os.kill(child.pid, signal.SIGINT)
-    assert child.wait() == -signal.SIGINT
-    assert child.errors.count("Traceback") == 1
-    assert new_child(code, tmp_path / "results").wait() == 0
-    assert len(dataprep.Results(tmp_path / "results")) == 20
+def test_interrupt_ends_it_and_it_resumes(tmp_path, undisturbed, digest_of):
+    folder, log = tmp_path / "results", tmp_path / "log"
+    ended = run_program(folder, log, kill_at=9, number=signal.SIGINT)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.count("Traceback") == 1
+    assert run_program(folder, log).returncode == 0
+    assert digest_of(folder) == digest_of(undisturbed)
 
 
 # Resuming -----------------------------------------------------------------------------------------
 
 
-def test_finished_folder_starts_no_process(job, folder, digest_of):
+def test_what_is_there_is_not_done_again(job, folder, digest_of):
     first = job().write(squares, range(20), folder, shard_items=8)
     assert first == dataprep.Report(items=20, computed=20, failed=1, shards=3)
     before = digest_of(folder)
     made = job()
     again = made.write(squares, range(20), folder, shard_items=8)
     assert again == dataprep.Report(items=20, computed=0, failed=1, shards=3)
-    assert made._pool._runners == []
+    assert made._pool._runners == []  # no process was started
+    (folder / "shard-00000.safetensors").unlink()
+    (folder / "shard-00001.json").write_bytes(b'{"keys":["0')  # after a loss of power
+    assert made.write(squares, range(20), folder, shard_items=8).computed == 16
     assert digest_of(folder) == before
 
 
@@ -159,37 +143,18 @@ def test_failed_items_are_tried_again_when_asked(job, folder, first_time):
     assert dataprep.Results(folder).errors == {}
 
 
-def test_shard_whose_file_is_gone_is_done_again(job, folder, digest_of):
-    made = job()
-    made.write(squares, range(8), folder, shard_items=4)
-    before = digest_of(folder)
-    (folder / "shard-00001.safetensors").unlink()
-    assert made.write(squares, range(8), folder, shard_items=4).computed == 4
-    assert digest_of(folder) == before
-
-
 def test_items_that_cannot_be_stored_fail_alone(job, folder):
-    values = [np.ones(2), [1], np.array(["a"]), np.ones(1, ">f4"), None, object()]
-
-    def give(pipe, item):
-        return {"a": values[item]} if item else np.ones(2)
-
-    assert job().write(give, range(6), folder).failed == 6
+    results = [
+        np.ones(2),
+        *({"a": each} for each in ([1], np.array(["a"]), np.ones(1, ">f4"), None)),
+        *({name: np.ones(1)} for name in ("", "a/b", "ok")),
+    ]
+    items = [*range(8), threading.Lock()]
+    assert job().write(lambda pipe, item: results[item], items, folder).failed == 8
     errors = [*dataprep.Results(folder).errors.values()]
     assert "the function returned a ndarray" in errors[0]
-    assert all("'a' is a " in error for error in errors[1:])
-    report = job().write(
-        lambda pipe, item: {item: np.ones(1)}, ["", "a/b", "ok"], folder.with_name("b")
-    )
-    assert report.failed == 2
-
-
-def test_item_that_cannot_be_sent_fails_alone(job, folder):
-    import threading
-
-    items = [1, threading.Lock(), 3]
-    assert job().write(lambda p, i: {"a": np.array([i])}, items, folder, key=str).failed == 1
-    assert len(dataprep.Results(folder)) == 2
+    assert all("'a' is a " in error for error in errors[1:5])
+    assert "cannot be sent" in errors[7]
 
 
 # Refused ------------------------------------------------------------------------------------------
@@ -272,6 +237,8 @@ def test_folder_that_cannot_be_written_is_an_error(job, tmp_path):
 
 
 def test_results_are_read_by_place_and_by_key(job, folder):
+    with pytest.raises(shmload.ResultsError, match="has no index of results"):
+        dataprep.Results(folder)
     items = [3, 17, 5]
     job().write(squares, items, folder, key=lambda item: f"a/{item}.png")
     results = dataprep.Results(folder)
@@ -291,86 +258,23 @@ def test_results_are_read_by_place_and_by_key(job, folder):
         dataprep.Results(folder)[0]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_results_are_a_data_set_for_the_data_loader(job, folder, workers):
-    job().write(squares, range(17), folder, shard_items=4)
-    loader = DataLoader(dataprep.Results(folder), 4, num_workers=workers)
-    assert [n for batch in loader for n in batch["half"].tolist()] == [n / 2 for n in range(17)]
-
-
-def test_unfinished_folder_cannot_be_read(tmp_path):
-    with pytest.raises(shmload.ResultsError, match="has no index of results"):
-        dataprep.Results(tmp_path)
-
-
-DTYPES = [
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"),
-    *("float64", "complex64", "float8_e4m3fn"),
-]
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Folders with an item of each dtype, one that failed, and another, by format."""
+def test_every_dtype_is_stored_exactly(job, folder):
+    names = [
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"),
+        *("float64", "complex64", "float8_e4m3fn"),
+    ]
 
     def give(pipe, item):
-        import torch
-
-        if item == 1:
-            raise ValueError("odd")
-        arrays = {name: torch.ones(2, 3).to(getattr(torch, name)) for name in DTYPES}
+        arrays = {name: torch.ones(2, 3).to(getattr(torch, name)) for name in names}
         return arrays | {"scalar": torch.tensor(item), "none": torch.ones(0, 2)}
 
-    place = tmp_path_factory.mktemp("stored")
-    with dataprep.Job(None, procs=1, preload=["torch"]) as job:
-        for format in ("safetensors", "parquet", "webdataset"):
-            folder = place / format
-            report = job.write(give, range(3), folder, key=lambda n: f"{n}.png", format=format)
-            assert report.failed == 1
-    return place
-
-
-def assert_stored(found, number):
-    assert found.pop("scalar") == number
-    assert found.pop("none").shape == (0, 2)
-    assert [*found] == sorted(DTYPES)
+    job(preload=["torch"]).write(give, [7], folder)
+    (found,) = dataprep.Results(folder)
+    wanted = give(None, 7)
+    assert found.keys() == wanted.keys()
     for name, tensor in found.items():
-        wanted = torch.ones(2, 3).to(getattr(torch, name))
-        assert tensor.dtype == wanted.dtype
-        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def test_every_dtype_is_stored_exactly(stored):
-    for number in (0, 2):
-        assert_stored(dataprep.Results(stored / "safetensors")[f"{number}.png"], number)
-
-
-def test_parquet_is_read_by_pyarrow_as_the_page_shows(stored):
-    def tensor(array):
-        dtype = getattr(torch, array["dtype"])
-        content = bytearray(array["data"])
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return flat.reshape(array["shape"])
-
-    rows = pyarrow.parquet.read_table(stored / "parquet" / "shard-00000.parquet").to_pylist()
-    assert [row.pop("key") for row in rows] == ["0.png", "2.png"]
-    for number, row in zip((0, 2), rows, strict=True):
-        assert_stored({name: tensor(array) for name, array in row.items()}, number)
-    with pytest.raises(shmload.ResultsError, match="has the format parquet"):
-        dataprep.Results(stored / "parquet")[0]
-
-
-# Its reader leaves the files to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_webdataset_is_read_by_its_library_as_the_page_shows(stored):
-    decode = webdataset.handle_extension("safetensors", safetensors.torch.load)
-    shards = [str(path) for path in sorted((stored / "webdataset").glob("*.tar"))]
-    samples = [*webdataset.WebDataset(shards, shardshuffle=False).decode(decode)]
-    assert [sample["json"]["key"] for sample in samples] == ["0.png", "2.png"]
-    for number, sample in zip((0, 2), samples, strict=True):
-        found = sample["safetensors"]
-        assert_stored({name: found[name] for name in sorted(found)}, number)
+        assert tensor.dtype == wanted[name].dtype
+        assert torch.equal(tensor, wanted[name])
 
 
 @pytest.mark.parametrize("format", ["parquet", "webdataset"])
@@ -381,14 +285,3 @@ def test_other_formats_resume_with_equal_bytes(job, folder, tmp_path, digest_of,
     made.write(squares, range(6), folder, **arguments)
     made.write(squares, range(20), folder, **arguments)
     assert digest_of(folder) == digest_of(tmp_path / "whole")
-
-
-def test_arrays_that_only_some_items_have_are_null_in_parquet(job, folder):
-    job().write(lambda p, i: {f"a{i % 2}": np.ones(1)}, range(2), folder, format="parquet")
-    rows = pyarrow.parquet.read_table(folder / "shard-00000.parquet").to_pylist()
-    assert [(row["a0"] is None, row["a1"] is None) for row in rows] == [
-        (False, True),
-        (True, False),
-    ]
-    with pytest.raises(shmload.JobError, match="no array may be called 'key'"):
-        job().write(lambda p, i: {"key": np.ones(1)}, [1], folder.with_name("b"), format="parquet")

@@ -1,14 +1,12 @@
 """Every item of a map has one result or one error, whichever processes end."""
 
 import itertools
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -26,8 +24,8 @@ def same(pipe, item):
     return item
 
 
-def pid_of(pipe, item):
-    return os.getpid()
+def pids_of(pipe, item):
+    return os.getpid(), os.getppid()
 
 
 def test_results_come_in_the_order_of_the_items(job):
@@ -40,50 +38,17 @@ def test_results_come_in_the_order_of_the_items(job):
     assert sorted(made.map(wait, range(20), ordered=False)) == [*range(20)]
 
 
-def test_items_may_be_endless_and_are_taken_as_they_are_needed(job):
+def test_items_may_be_endless_and_few_results_wait_for_an_earlier_one(job):
+    def wait(pipe, item):
+        time.sleep(0.3 if item == 0 else 0)  # in which thousands of others could be computed
+        return item
+
     taken = []
     items = (taken.append(number) or number for number in itertools.count())
-    found = job().map(same, items)
+    found = job().map(wait, items)
     assert list(itertools.islice(found, 5)) == [*range(5)]
     found.close()
     assert len(taken) < 100
-
-
-def test_results_that_wait_for_an_earlier_one_are_bounded(job, first_time, tmp_path):
-    taken, is_full, is_over = [], threading.Event(), threading.Event()
-
-    def items():
-        for number in range(1000):
-            taken.append(number)
-            if len(taken) == 33:
-                is_full.set()
-            if len(taken) == 500:
-                is_over.set()
-            yield number
-
-    mark = str(tmp_path / "go")
-    os.mkfifo(mark)
-
-    def wait(pipe, item):
-        if item == 0:
-            Path(mark).read_bytes()  # until the writer closes it
-        return item
-
-    done = []
-    thread = threading.Thread(target=lambda: done.extend(job().map(wait, items(), progress=False)))
-    thread.start()
-    with open(mark, "w"):  # opens once the first item waits
-        assert is_full.wait(60)
-        assert not is_over.wait(0.3)  # without a bound, all are taken in that time
-    thread.join()
-    assert done == [*range(1000)]
-
-
-def test_no_items_start_no_process(job):
-    made = job()
-    assert list(made.map(same, [])) == []
-    assert multiprocessing.active_children() == []
-    assert made._pool._runners == []
 
 
 def test_error_of_an_item_names_it_and_has_its_cause_and_traceback(job):
@@ -204,45 +169,36 @@ def test_hung_item_is_ended_after_the_timeout(job, first_time):
     assert list(job(timeout_s=3).map(hang_once, range(4))) == [*range(4)]
 
 
-def test_idle_process_that_dies_is_replaced(job):
+@pytest.mark.parametrize("place", [0, 1], ids=["process", "fork server"])
+def test_idle_process_that_dies_is_replaced(job, place):
     made = job(procs=1)
-    (pid,) = made.map(pid_of, [0])
-    watched = Watched([pid])
-    os.kill(pid, signal.SIGKILL)
+    (pids,) = made.map(pids_of, [0])
+    watched = Watched([pids[place]])
+    os.kill(pids[place], signal.SIGKILL)
     watched.wait_for_the_end()
-    (other,) = made.map(pid_of, [0])
-    assert other != pid
+    (others,) = made.map(pids_of, [0])
+    assert others[place] != pids[place]
 
 
-def test_fork_server_that_dies_is_replaced(job):
-    made = job(procs=1)
-    (pid,) = made.map(lambda pipe, item: os.getppid(), [0])
-    watched = Watched([pid])
-    os.kill(pid, signal.SIGKILL)
-    watched.wait_for_the_end()
-    (other,) = made.map(lambda pipe, item: os.getppid(), [0])
-    assert other != pid
-
-
-def test_job_whose_processes_cannot_start_fails(job, tmp_path, monkeypatch):
-    (tmp_path / "ending.py").write_text("import os\nos._exit(7)\n")
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        ("import os; os._exit(7)", shmload.JobError, "ended before it could work"),
+        ("import no_such_module", ModuleNotFoundError, "no_such_module"),
+        (
+            "from threading import *; Thread(target=Event().wait, daemon=True).start()",
+            shmload.JobError,
+            "left the threads Thread-1",
+        ),
+    ],
+)
+def test_module_that_cannot_be_preloaded_is_the_error(
+    job, tmp_path, monkeypatch, code, error, said
+):
+    (tmp_path / "preloaded.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobError, match="ended before it could work"):
-        list(job(preload=["ending"]).map(same, [1]))
-
-
-def test_module_that_cannot_be_preloaded_is_the_error(job):
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        list(job(preload=["no_such_module"]).map(same, [1]))
-
-
-@pytest.mark.slow
-def test_module_that_leaves_a_thread_is_refused(job, tmp_path, monkeypatch):
-    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (tmp_path / "threading_module.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(shmload.JobError, match="left the threads Thread-1"):
-        list(job(preload=["threading_module"]).map(same, [1]))
+    with pytest.raises(error, match=said):
+        list(job(preload=["preloaded"]).map(same, [1]))
 
 
 # Uses ---------------------------------------------------------------------------------------------
@@ -256,19 +212,12 @@ def test_map_that_is_given_up_leaves_a_job_that_works(job):
     assert list(made.map(same, range(3))) == [*range(3)]
 
 
-def test_second_map_at_the_same_time_is_refused(job):
-    made = job()
-    first = made.map(same, range(100))
-    next(first)
-    with pytest.raises(shmload.ArgumentError, match="at another map"):
-        next(made.map(same, [1]))
-    first.close()
-
-
-def test_closed_job_is_refused(job):
+def test_job_that_is_closed_or_in_use_is_refused(job):
     made = job()
     begun = made.map(same, range(100))
     next(begun)
+    with pytest.raises(shmload.ArgumentError, match="at another map"):
+        next(made.map(same, [1]))
     made.close()
     made.close()
     for found in (begun, made.map(same, [1])):
@@ -303,11 +252,6 @@ def test_function_may_print_and_fork(job, capfd):
     assert sorted(capfd.readouterr().out.split()) == ["1", "2", "said", "said"]
 
 
-def test_function_keeps_what_it_keeps_for_itself(job):
-    seen = []
-    assert list(job(procs=1).map(lambda p, item: seen.append(item) or len(seen), [1, 2])) == [1, 2]
-
-
 def test_random_numbers_depend_on_the_item_alone(job):
     def draw(pipe, item):
         return random.random(), np.random.rand(), torch.rand(1).item()
@@ -326,19 +270,12 @@ def test_tensors_and_arrays_cross_as_they_are(job):
             torch.zeros((*shape, 4), dtype=torch.int8)[..., ::2],
             torch.nn.Parameter(torch.ones(shape)),
         ]
-        found = list(made.map(same, [*tensors, np.ones(shape)]))
-        for got, wanted in zip(found, tensors, strict=False):
+        for got, wanted in zip(made.map(same, tensors), tensors, strict=True):
             assert torch.equal(got, wanted.detach())
-            assert (got.dtype, got.requires_grad, got.is_contiguous()) == (
-                wanted.dtype,
-                False,
-                True,
-            )
+            assert (got.dtype, got.requires_grad) == (wanted.dtype, False)
             got.add_(1)  # it is writable
-        assert np.array_equal(found[3], np.ones(shape))
-    large = torch.zeros(1 << 24)
-    (nbytes,) = made.map(lambda pipe, item: item.untyped_storage().nbytes(), [large[:10]])
-    assert nbytes == 40  # the view alone
+    view = torch.zeros(1 << 24)[:10]
+    assert [*made.map(lambda pipe, item: item.untyped_storage().nbytes(), [view])] == [40]
 
 
 def test_results_of_any_size_and_number_have_their_bytes(job):
@@ -356,11 +293,6 @@ def test_results_of_any_size_and_number_have_their_bytes(job):
     for number, found in enumerate(job().map(make, range(300))):
         for got, wanted in zip(found, make(None, number), strict=True):
             assert np.array_equal(got, wanted)
-
-
-def test_large_items_and_results_pass_each_other(job):
-    items = [np.full(1 << 20, number) for number in range(8)]
-    assert [found[0] for found in job().map(same, items)] == [*range(8)]
 
 
 # Progress -----------------------------------------------------------------------------------------
