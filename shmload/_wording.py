@@ -72,21 +72,16 @@ def _escape_record(record: "logging.LogRecord") -> bool:
     return True
 
 
-def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name most like this one, whose capitals do not count; None if none is."""
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a hint for an error: the known name most like this one; empty if none is.
+
+    Capitals do not count.
+    """
     import difflib  # 2 ms, which an import of shmload or a worker's start does not pay
 
-    if name.isdecimal():
-        return None
     by_lower = {each.lower(): each for each in reversed(known)}
     found = difflib.get_close_matches(name.lower(), by_lower, 1)
-    return by_lower[found[0]] if found else None
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a hint for an error: the known name most like this one; empty if none is."""
-    near = nearest_name(name, known)
-    return f"; did you mean {near!r}?" if near else ""
+    return f"; did you mean {by_lower[found[0]]!r}?" if found and not name.isdecimal() else ""
 
 
 def listed(names: Sequence[str]) -> str:
