@@ -39,7 +39,7 @@ from shmload.workers.reader import FillError, Readable, examine
 def serve(channel: socket.socket, parent_fd: int) -> None:
     """Serve one coordinator until it is gone."""
     worker = _Worker(channel, parent_fd)
-    send(channel, Ready(VERSION, os.getpid()))
+    send(channel, Ready(VERSION))
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(parent_fd, select.POLLIN)

@@ -19,7 +19,7 @@ import msgspec
 from shmload._host.frames import MessageReader
 from shmload._segments.pieces import Run
 
-VERSION: Final = 8
+VERSION: Final = 9
 """To be increased with every change of a message."""
 
 
@@ -27,7 +27,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The worker has started."""
 
     version: int
-    pid: int
 
 
 class Fill(msgspec.Struct, frozen=True, tag=True):

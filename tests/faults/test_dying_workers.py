@@ -138,9 +138,9 @@ RUBBISH = {
     "most of a huge frame": "os.write(channel_fd, (1 << 26).to_bytes(4, 'big') + b'x' * 100_000)",
     "half a frame": "os.write(channel_fd, b'\\0\\0\\1\\0' + b'x' * 9)",
     "no UTF-8": "os.write(channel_fd, b'\\0\\0\\0\\x09\\x81\\xa4type\\xa2\\xff\\xfe')",
-    "another version": "say(Ready(VERSION + 1, os.getpid()))",
-    "answer to no piece": "say(Ready(VERSION, os.getpid()), Filled(9, 9, b''))",
-    "failure of no piece": "say(Ready(VERSION, os.getpid()), Failed(9, 9, Reason.INTERNAL, ''))",
+    "another version": "say(Ready(VERSION + 1))",
+    "answer to no piece": "say(Ready(VERSION), Filled(9, 9, b''))",
+    "failure of no piece": "say(Ready(VERSION), Failed(9, 9, Reason.INTERNAL, ''))",
 }
 
 
@@ -194,7 +194,7 @@ def test_stopped_worker_that_reads_nothing_does_not_block_its_coordinator(tmp_pa
     starts = workers_that(
         """
         if is_first():
-            say(Ready(VERSION, os.getpid()))
+            say(Ready(VERSION))
             os.kill(os.getpid(), signal.SIGSTOP)
         """,
         stall_timeout_s=3,

@@ -26,7 +26,7 @@ def body(message):
 
 SAMPLES = [
     ("to a worker", workers.Fill(300, 300, (Run(300, 300, 300, "ab", "ab"),), 300)),
-    ("from a worker", workers.Ready(300, 300)),
+    ("from a worker", workers.Ready(300)),
     ("from a worker", workers.BytesRead(300)),
     ("from a worker", workers.Filled(300, 300, b"ab")),
     ("from a worker", workers.Failed(300, 300, workers.Reason.CHANGED, "ab", 300)),
