@@ -18,9 +18,6 @@ with needing("ray", "shmload.integrations.ray", "'shmload[ray]'"):
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-# To fetch a result that is ready; it takes longer only if the node dies in that moment.
-_FETCH_TIMEOUT_S = 30.0
-
 
 class NodeReport(NamedTuple):
     """The result of one node, or its error."""
@@ -119,7 +116,8 @@ def _on_each_node(
             error = _node_error(node, f"not done after {timeout_s:g} s; raise timeout_s")
         else:
             try:
-                report, error = ray.get(tasks[node], timeout=_FETCH_TIMEOUT_S)
+                # It is ready; this takes longer only if the node dies in this moment.
+                report, error = ray.get(tasks[node], timeout=30.0)
             except RayError as exc:  # it has died, or its task raised an error that is not ours
                 error = _node_error(node, str(exc).strip().rpartition("\n")[2])
                 error.add_note(str(exc))
