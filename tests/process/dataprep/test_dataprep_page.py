@@ -1,7 +1,5 @@
-"""The page's examples call what there is, and most of them run."""
+"""The page's examples run, but for those of map and of your own model."""
 
-import ast
-import inspect
 import re
 from pathlib import Path
 
@@ -23,20 +21,6 @@ PAGE = re.findall(
 def block_with(text):
     (found,) = [block for block in PAGE if text in block]
     return found
-
-
-def test_calls_on_the_page_have_arguments_that_there_are():
-    methods = {"job.map": dataprep.Job.map, "job.write": dataprep.Job.write}
-    seen = set()
-    for node in (node for block in PAGE for node in ast.walk(ast.parse(block))):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        given = {keyword.arg: None for keyword in getattr(node, "keywords", ())}
-        if name in methods:
-            inspect.signature(methods[name]).bind(None, *node.args, **given)
-        elif name == "dataprep.Job":
-            assert given.keys() <= inspect.signature(dataprep.Job).parameters.keys()
-        seen.add(name)
-    assert seen >= {*methods, "dataprep.Job"}
 
 
 @pytest.mark.slow

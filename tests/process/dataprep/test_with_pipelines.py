@@ -205,7 +205,4 @@ def test_example_reads_captions_of_each_form(pictures, tmp_path):
     wanted = example["read_captions"](tmp_path / "coco.json")
     assert wanted["1/01.jpg"] == "the red cat 1/01.jpg"
     assert example["read_captions"](tmp_path / "table.csv") == wanted
-    rows = [{"file_name": name, "text": text} for name, text in wanted.items()]
-    (tmp_path / "table.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert example["read_captions"](tmp_path / "table.jsonl") == wanted
     assert example["find_pictures"](pictures) == sorted([*wanted, "0/broken.png"])
