@@ -9,6 +9,7 @@ import pytest
 from running_place import Running
 from warming import CHILD, begun
 
+import shmload
 from shmload import _doctor
 from shmload._cli.main import main
 from shmload._cli.output import SCHEMA_VERSION
@@ -88,6 +89,7 @@ def test_answers_about_what_is_resident(ask, checkpoint, folder, child):
     listed = ask("ls")
     assert len(listed["models"]) == len(listed["decoding"]) == 1
     assert listed["decoding"][0]["used_by"][0]["pid"] == holder.pid
+    assert "BEING DECODED" in str(shmload.models())
     holder.process.kill()
     holder.wait()
     assert len(ask("verify")["sound"]) == 3

@@ -47,6 +47,7 @@ def test_pin_and_unpin_take_what_evict_takes(resident):
     assert pinned() == [str(resident[0])]
     shmload.pin("1.safetensors")
     assert len(pinned()) == 2
+    assert str(shmload.models()).count("pinned") == 2
     assert [info.source for info in shmload.unpin(resident[0])] == [str(resident[0])]
     assert pinned() == [str(resident[1])]
     for change in (shmload.pin, shmload.unpin):
@@ -107,6 +108,7 @@ def test_what_is_idle_for_its_time_goes_with_the_next_load(shards, evicts, keep_
 
 def test_load_of_what_is_due_uses_it(shards, evicts, command):
     assert command("warm", shards[0], "--dtype", "bf16", "--keep-for", "1h")[0] == 0
+    assert "59 min" in str(shmload.models())
     idle_for(_HOUR_S)
     assert shmload.warm(shards[0], dtype="bfloat16").read_nbytes == 0
 

@@ -72,3 +72,19 @@ def test_waiting_has_a_deadline(checkpoint, child, configure, stopped):
     if not stopped:
         first.say()
         assert first.expect("READ").split()[1] == caught.value.name
+
+
+def test_warm_makes_resident_what_another_process_decodes_for_itself(checkpoint, child):
+    private = child(CHILD, "load", checkpoint)
+    begun(private)
+    private.expect("AT")
+    warming = child(CHILD, "warm", checkpoint)
+    assert "1 awaited" in begun(warming)
+    private.say()
+    private.expect("LOADED")
+    # It may attach the other's segment or decode by itself; the segment must be resident.
+    line = warming._read_line()
+    if line.startswith("AT"):
+        warming.say()
+        line = warming._read_line()
+    assert [info.name for info in shmload.verify()] == line.split()[2:]
