@@ -29,6 +29,8 @@ def test_plan_names_what_would_be_done(command, checkpoint):
 def test_verify_gc_and_rm(command, checkpoint):
     command("warm", checkpoint)
     assert "sound: 1 segment, " in command("verify", checkpoint)[1]
+    assert "pinned 1 segment" in command("pin", checkpoint)[1]
+    assert "unpinned 1 segment" in command("unpin", checkpoint)[1]
     checkpoint.write_bytes(checkpoint.read_bytes())  # same bytes, new mtime: counts as changed
     assert "removed 1 " in command("gc")[1]
     command("warm", checkpoint)
