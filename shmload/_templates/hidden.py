@@ -189,7 +189,9 @@ class Hidden(MetaPathFinder):
             name = changed[0][0]
             sets = "set" if now.get(name) != self._begun.get(name) else "did not set"
             self._start_over(f"the program {sets} {name} before it imported a library", settings)
-        if own := sorted(self.modules.keys() & sys.modules.keys()):
+        both = sorted(self.modules.keys() & sys.modules.keys())
+        # What has no spec is no file's: each module of Cython looks for the same `cython_runtime`.
+        if own := [n for n in both if getattr(self.modules[n], "__spec__", None)]:
             self._start_over(f"the program has a module {own[0]} of its own", settings)
         for folder in [entry for entry in sys.path if entry not in self._path]:
             if name_ := self.shadowed_in(folder):

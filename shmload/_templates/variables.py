@@ -82,7 +82,8 @@ def read_on_import(environment: "Mapping[str, str]") -> dict[str, str]:
 def is_of_import(variable: str) -> bool:
     """Tell whether libraries may read a variable when they are imported."""
     is_one = variable.startswith(_FAMILIES) or variable in _NAMES
-    return is_one and variable not in READ_LATER
+    # Those of torchrun are another rank's or run's each time; torch reads them when it begins one.
+    return is_one and variable not in READ_LATER and not variable.startswith("TORCHELASTIC_")
 
 
 # That programs set ------------------------------------------------------------------------------

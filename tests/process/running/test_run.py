@@ -18,6 +18,7 @@ _DEADLINE_S = 60.0
 _LIBRARY = """
 import os, sys
 VALUE = os.environ.get("TORCH_OWN_SETTING", "unset")
+sys.modules["of_no_file"] = type(sys)("of_no_file")  # as Cython does
 print("own_library is imported", file=sys.stderr)
 """
 _WAITS = "print('up', flush=True); input()"
@@ -55,6 +56,14 @@ def test_import_says_what_it_said_in_the_template(running):
     assert ended.stdout == "before\nunset\n"
     assert ended.stderr == "own_library is imported\n"
     assert run(running, "-c", "pass").stderr == ""
+
+
+@pytest.mark.usefixtures("template")
+def test_module_of_no_file_and_variables_of_a_rank_hinder_no_program(running):
+    code = "import sys; sys.modules['of_no_file'] = type(sys)('of_no_file'); import own_library"
+    environment = running.environment | {"TORCHELASTIC_ERROR_FILE": "/tmp/of-a-rank"}
+    ended = running.shmload("run", "-v", "-c", code, environment=environment)
+    assert ended.stderr == "own_library is imported\n"
 
 
 _SETS = """
