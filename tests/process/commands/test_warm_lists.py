@@ -64,17 +64,6 @@ def test_list_with_a_mistake_is_refused_as_a_whole(files, warm, tmp_path, line, 
     assert resident() == set()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [("--dtype", "float13"), ("--keep-for", "soon"), ("--keep-for", "2h", "--pin")],
-    ids=" ".join,
-)
-def test_option_that_is_wrong_for_all_is_said_once(files, warm, wrong):
-    code, out, err = warm(*files, *wrong)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert wrong[0] in err or wrong[1] in err
-
-
 def test_failure_of_one_leaves_the_others(files, warm):
     files[1].write_bytes(b"nothing")
     code, out, err = warm(*files, "--json")

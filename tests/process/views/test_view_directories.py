@@ -156,14 +156,6 @@ def test_killed_call_is_completed_by_the_same_call(folder, place, monkeypatch):
     assert {*os.listdir(place)} == {*os.listdir(folder), MARKER}
 
 
-def test_room_is_not_made_of_a_view_directory(folder, place, configure, shards):
-    shmload.view_directory(folder, place)
-    configure(budget=sum(info.nbytes for info in shmload.segments()) + (1 << 20))
-    with pytest.raises(shmload.SharedMemoryFull):
-        shmload.warm(shards[0])
-    assert_same(weights_of(place), TENSORS)
-
-
 def test_command(command, folder, place):
     made = command("view", folder, "--dtype", "bf16", "--dir", place)
     assert made == (0, f"{place}: ready\n", "")
