@@ -53,8 +53,7 @@ class _Runner(Process):
         self.task, self.posted_at = task, time.monotonic()
         self.memory.clear()
         is_same = function is self._function
-        if not is_same:
-            self._function, self.batch = function, 1
+        self._function = function
         try:
             self.connection.send((None if is_same else function, task))
         except OSError:  # it takes no more, and may have half a message; its end is seen
@@ -119,6 +118,8 @@ class Pool:
         if self._is_running:
             raise ArgumentError("this job is at another map; end that first, or make another job")
         self._is_running, self._done = True, 0
+        for runner in self._runners:
+            runner.batch = 1  # another function may take longer
         try:
             while self._hand_out(function, take):
                 yield from self._wait(function)

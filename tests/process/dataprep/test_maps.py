@@ -51,6 +51,17 @@ def test_items_may_be_endless_and_few_results_wait_for_an_earlier_one(job):
     assert len(taken) < 100
 
 
+def test_another_function_gets_one_item_at_first(job):
+    made = job(procs=1)
+    assert len(list(made.map(same, range(500)))) == 500  # many at once in the end
+    taken = []
+    items = (taken.append(number) or number for number in range(100))
+    found = made.map(pids_of, items)
+    next(found)
+    assert len(taken) < 10
+    found.close()
+
+
 def test_error_of_an_item_names_it_and_has_its_cause_and_traceback(job):
     def fail(pipe, item):
         return 1 / item
