@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from devices import LateDevice, is_copied_on_read
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,6 +50,7 @@ _sizes = st.lists(
 
 @settings(max_examples=30)  # each example copies megabytes
 @given(_sizes, st.sampled_from([12 << 10, LIMIT, 3 << 20, None]))
+@example([1 << 10] * 2000, LIMIT)
 def test_every_byte_arrives(sizes, max_nbytes):
     module = module_of(*sizes)
     wanted = contents(module)

@@ -212,6 +212,17 @@ def test_what_the_budget_lacks_room_for_is_copied_without(make, device, monkeypa
     assert limit.taken_nbytes == 0
 
 
+def test_a_registration_takes_no_more_than_a_window(make, device, monkeypatch):
+    assert origin._WINDOW_NBYTES == 1 << 30  # beyond 512 times that the driver fails
+    monkeypatch.setattr(origin, "_WINDOW_NBYTES", mmap.PAGESIZE)
+    model, waiting = make(device)
+    with torch.no_grad():
+        assert torch.equal(run(model, waiting), plain(model))
+    sizes = list(device.registered.values())
+    assert max(sizes) == mmap.PAGESIZE
+    assert sum(sizes) == _BLOCKS * _SIZE * _SIZE * 4
+
+
 # Errors of the device -----------------------------------------------------------------------------
 
 
