@@ -264,8 +264,8 @@ class Coordinator:
         now = time.monotonic()
         for worker in list(self._workers):
             if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
-                worker.close()
-                raise WorkerError(f"a worker was not ready in {settings().start_timeout_s:g} s")
+                text = f"a worker was not ready in {settings().start_timeout_s:g} s"
+                raise worker.with_output(WorkerError(text))
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
             if worker.fills and is_silent and not worker.has_news():
@@ -287,28 +287,24 @@ class Coordinator:
         """
         path = self._path_of(worker)
         doing = f" while it decoded {path}" if path else ""
+        self._lost_in_a_row += 1
+        # Only its oldest piece counts as tried; the ones behind it were never begun.
+        begun = worker.fills[0] if worker.fills else None
+        is_tried = begun in self._tried
+        if is_tried or self._lost_in_a_row >= max(2, self._most_workers):
+            in_a_row = f"{self._lost_in_a_row} workers in a row were lost"
+            why = "the piece was tried once before" if is_tried else in_a_row
+            text = "; ".join(filter(None, (what + doing, why, remedy)))
+            raise worker.with_output(WorkerError(text, path=path, how=how))
+        logger.warning("%s%s; its pieces go to another", what, doing)
         for fileobj in (worker.channel, worker.child.pidfd):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(fileobj)
         self._workers.remove(worker)
-        said = worker.child.output()
         worker.close()
         if self._allowance:  # the worker is dead and no longer writes
             for fill in worker.fills:
                 self._allowance.give_back(_nbytes_of(fill.runs))
-        self._lost_in_a_row += 1
-        is_hopeless = self._lost_in_a_row >= max(2, self._most_workers)
-        # Only its oldest piece counts as tried; the ones behind it were never begun.
-        begun = worker.fills[0] if worker.fills else None
-        is_tried = begun in self._tried
-        if is_tried or is_hopeless:
-            often = "twice" if is_tried else f"the last of {self._lost_in_a_row} in a row"
-            text = f"{what}{doing}, {often}{'; ' * bool(remedy)}{remedy}"
-            error = WorkerError(text, path=path, how=how)
-            if said:
-                error.add_note(f"its output: {said}")
-            raise error
-        logger.warning("%s%s; its pieces go to another", what, doing)
         if begun:
             self._tried.add(begun)
         self._waiting.extendleft(reversed(worker.fills))

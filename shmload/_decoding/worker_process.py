@@ -106,10 +106,15 @@ class WorkerProcess:
 
     def start_failure(self) -> WorkerError:
         """Return the error for a child that ended before it was ready."""
-        error = WorkerError(
-            f"a worker could not start ({self.child.how_it_ended()}): run "
-            f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
+        return self.with_output(
+            WorkerError(
+                f"a worker could not start ({self.child.how_it_ended()}): run "
+                f"`{sys.executable} -P -c 'import shmload.workers.main'` to see why"
+            )
         )
+
+    def with_output(self, error: WorkerError) -> WorkerError:
+        """Return an error with a note of what the child has printed; not after `close`."""
         if tail := self.child.output():
             error.add_note("its output: " + tail)
         return error

@@ -72,7 +72,8 @@ def test_each_piece_may_lose_one_worker(tmp_path, workers_that, monkeypatch):
 @decoding_door
 def test_worker_killed_twice_is_an_error(checkpoint, workers_that, door):
     starts = workers_that(DIE)
-    error = refusal(door, checkpoint, shmload.WorkerError, checkpoint, "SIGKILL", "dmesg")
+    often = "; the piece was tried once before; perhaps"
+    error = refusal(door, checkpoint, shmload.WorkerError, checkpoint, "SIGKILL", often, "dmesg")
     assert starts() == 2
     assert error.path == checkpoint
 
@@ -102,7 +103,7 @@ def test_worker_that_cannot_start_is_not_started_again(checkpoint, workers_that,
 @decoding_door
 def test_worker_killed_each_time_it_starts_is_an_error(checkpoint, workers_that, door):
     starts = workers_that("os.kill(os.getpid(), signal.SIGKILL)")
-    said = r"a worker died (SIGKILL) before it was ready, the last of 2 in a row; perhaps"
+    said = r"a worker died (SIGKILL) before it was ready; 2 workers in a row were lost; perhaps"
     error = refusal(door, checkpoint, shmload.WorkerError, said)
     assert error.path is None
     assert starts() == 2
@@ -115,9 +116,10 @@ def test_interpreter_that_is_missing(checkpoint, monkeypatch, configure):
 
 
 def test_worker_that_never_gets_ready(checkpoint, workers_that):
-    starts = workers_that("signal.pause()", start_timeout_s=0.5)
-    refusal(state_dict, checkpoint, shmload.WorkerError, "not ready in 0.5 s")
+    starts = workers_that("os.write(1, b'last words'); signal.pause()", start_timeout_s=2)
+    error = refusal(state_dict, checkpoint, shmload.WorkerError, "not ready in 2 s")
     assert starts() == 1
+    assert error.__notes__ == ["its output: last words"]
 
 
 def test_worker_that_fails_says_where(checkpoint, workers_that):
