@@ -62,7 +62,7 @@ class Shard(Descriptor):
         self.component = component
         self.path = path
         self.part: Part | None = None
-        """What this process decodes it into, if it does; the load's."""
+        """What this process decodes it into, until that is published; the load's."""
         self._piece_nbytes = piece_nbytes
         try:
             self._plan(rule, keep, home)

@@ -161,6 +161,7 @@ class Holdings:
         assert shard.part
         stay = self._stay if shard.part.has_name else Stay.PRIVATE
         self.held[shard.name] = shard.part.publish(digest, stay)
+        shard.part = None  # the descriptor is the segment's now
         self._decoded.add(shard.name)
 
     def awaited(self) -> list[Shard]:
