@@ -4,8 +4,8 @@ The budget is that of the running service, or SHMLOAD_BUDGET. A load whose segme
 that is resident within it, and evicts what is idle, the least recently used first.
 
 Guarantee: one load at a time looks for room, and what it is to decode has its length before the
-next one looks. So two loads never take the same room. Only where a process was stopped in its turn,
-a load without a budget goes on after some seconds.
+next one looks. So two loads never take the same room. But a load without a budget goes on without
+the lock after 10 s, and at once if the lock's name is another user's or no inode is left.
 """
 
 import contextlib
@@ -86,16 +86,22 @@ def _turn(is_cancelled: Callable[[], bool]) -> Iterator[None]:
     Raises:
         DecodeCancelled: `is_cancelled` was true.
     """
-    ends_at = time.monotonic() + _TURN_S
+    began_at = time.monotonic()
+    has_told = False
     while not is_cancelled():
+        waited_s = time.monotonic() - began_at
         with contextlib.ExitStack() as turn:
             try:
                 is_mine = turn.enter_context(try_turn("room"))
             except (SegmentUntrusted, SharedMemoryFull):  # another user's, or no inode is left
                 is_mine = True
-            if is_mine or time.monotonic() > ends_at:
+            if is_mine or waited_s > _TURN_S:
                 yield
                 return
+        if not has_told and waited_s > _QUIET_S:
+            has_told = True
+            words = "waiting at most %g s for another process that looks for room"
+            logger.warning(words, _TURN_S)
         time.sleep(_TURN_POLL_S)
     raise DecodeCancelled
 

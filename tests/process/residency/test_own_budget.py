@@ -133,8 +133,10 @@ def test_one_load_at_a_time_looks_for_room(limit):
     assert seen == ["room"]
 
 
-def test_load_without_a_budget_waits_for_no_stopped_process(shards, monkeypatch):
+def test_load_without_a_budget_waits_for_no_stopped_process(shards, monkeypatch, caplog):
+    monkeypatch.setattr(room, "_QUIET_S", 0)
     monkeypatch.setattr(room, "_TURN_S", 0.1)
     with try_turn("room") as is_mine:
         assert is_mine
         assert shmload.load_state_dict(shards[1], "bfloat16")["weight"].eq(1).all()
+    assert caplog.messages == ["waiting at most 0.1 s for another process that looks for room"]
