@@ -21,6 +21,7 @@ from shmload._building.homes import Homes, watch
 from shmload._building.mapped import Spans, hold_leases, map_ranges
 from shmload._building.parts import CannotKeepHere
 from shmload._building.structure import Structure, put_together
+from shmload._checkpoints.header import Header
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
 from shmload._segments.listing import segments
@@ -82,13 +83,13 @@ def restore(source: str, own: Segment) -> tuple[Any, int]:
 def _put_together(source: str, segments: Sequence[Segment]) -> Any:
     """Return the object that some segments have, the first of which is its own."""
     own = segments[0]
+    header = own.read_header()
     try:
-        record = _record_of(own)
+        record = _record_of(own, header)
     except msgspec.DecodeError as exc:
         raise _broken(source, f"another shmload has made it: {exc}") from exc
     if record.structure is None:
         raise _broken(source, "nothing is kept of it")
-    header = own.read_header()
     begins = {spec.name: header.data_offset + spec.begin for spec in header.tensors}
     maps = [memoryview(map_ranges(each.fd, [(0, each.nbytes)])) for each in segments]
 
@@ -121,17 +122,20 @@ def modules_kept() -> set[str]:
     for info in segments():
         if info.kept and (segment := attach(info.name)):
             with segment, contextlib.suppress(msgspec.DecodeError):  # of another shmload
-                found.update(_record_of(segment).code)
+                found.update(_record_of(segment, segment.read_header()).code)
     return found
 
 
-def _record_of(own: Segment) -> Record:
+def _record_of(own: Segment, header: Header) -> Record:
     """Return the record of a kept object.
+
+    Args:
+        own: the object's segment.
+        header: of that segment.
 
     Raises:
         msgspec.DecodeError: another shmload has made it.
     """
-    header = own.read_header()
     spec = next(spec for spec in header.tensors if spec.name == STRUCTURE)
     raw = os.pread(own.fd, spec.nbytes, header.data_offset + spec.begin)
     return msgspec.msgpack.decode(raw, type=Record)

@@ -1,7 +1,7 @@
 """Find the files that hold the weights of a directory or file.
 
 Follows what diffusers and transformers do with a local directory, in the releases of
-`_version.TESTED`. If a file is overlooked here, the library reads it itself, which is slower; an
+`_compat.TESTED`. If a file is overlooked here, the library reads it itself, which is slower; an
 extra file is decoded for nothing. The model is right either way.
 """
 

@@ -7,6 +7,5 @@
 
 Guarantee: the result, or the error, is that of the library. Nothing is patched unless it is asked
 for, and everything is restored. `patches` imports nothing heavy: a program may ask before
-it imports the libraries. May import the core, `_building` and the doors `diffusers` and
-`models`.
+it imports the libraries. May import the core, `_building` and `integrations.loads`.
 """
