@@ -109,7 +109,7 @@ def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) 
     descriptors = _inherited_descriptors()
     status = identity.read_status()
     session, terminal = identity.session_and_terminal()
-    _require_ordinary(program, descriptors, status)
+    _require_ordinary(program, environment, descriptors, status)
     if terminal and session == os.getpid():
         raise Doubt("this process leads the session of its terminal")
     settings = variables.read_settings(program)
@@ -137,7 +137,9 @@ def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) 
     stand_in.wait()
 
 
-def _require_ordinary(program: Program, descriptors: list[int], status: dict[str, str]) -> None:
+def _require_ordinary(
+    program: Program, environment: dict[str, str], descriptors: list[int], status: dict[str, str]
+) -> None:
     """Check that nothing here is such that a copy of a template cannot have it.
 
     Raises:
@@ -151,6 +153,8 @@ def _require_ordinary(program: Program, descriptors: list[int], status: dict[str
         raise Doubt("this process is traced")
     if sys.flags.interactive or sys.flags.inspect:
         raise Doubt("it is interactive")
+    if "JPY_PARENT_PID" in environment:  # a kernel of Jupyter ends when its parent does
+        raise Doubt("it watches the process that has started it")
     if not {0, 1, 2} <= set(descriptors):
         raise Doubt("a standard stream is closed")
     if len(descriptors) + 1 > messages.MAX_FDS:

@@ -12,6 +12,7 @@ WAYS = {
     "it is read from standard input": "echo 'print(1)' | $RUN -",
     "it is not a file": "echo 'print(1)' | $RUN /dev/stdin",
     "it is interactive": "$P -i -m shmload run -v -c 'print(1)'",
+    "it watches the process that has started it": "JPY_PARENT_PID=$$ $RUN -c 'print(1)'",
     "a standard stream is closed": "$RUN -c 'print(1)' <&-",
     "it inherits very many descriptors":
         "for n in {10..270}; do eval \"exec $n</dev/null\"; done; $RUN -c 'print(1)'",
