@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shmload._building.keys import Key
 from shmload._checkpoints.library import is_inside
 from shmload._compat import takes_connected
-from shmload._host.collector import forget_locals
+from shmload._host.collector import forget_locals, resumed_gc
 from shmload._loading.trace import Phase, during
 from shmload._segments.metadata import built_metadata
 from shmload._segments.part import Awaited, Part, acquire
@@ -127,7 +127,7 @@ def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment |
                 logger.info("%s: another process builds it", key.file)
                 with during(Phase.IMPORT):
                     meanwhile()
-                with during(Phase.WAIT):
+                with during(Phase.WAIT), resumed_gc():
                     return held.wait(settings().wait_timeout_s)
     except ShmloadError as exc:
         logger.info("%s: this process builds it for itself: %s", key.file, str(exc))

@@ -23,6 +23,7 @@ from shmload._checkpoints.resolve import resolve, resolve_model
 from shmload._checkpoints.source import INDEX, MODULAR_INDEX, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import files_of_model
+from shmload._host.collector import resumed_gc
 from shmload.errors import ArgumentError, IndexMalformed, ShardMissing, ShmloadError, SourceNotFound
 
 # huggingface_hub.utils.validate_repo_id, without its details.
@@ -158,10 +159,13 @@ def _download(wanted: Wanted, kwargs: Mapping[str, Any], *, is_model: bool) -> P
             # diffusers knows which of a repository's files a pipeline needs.
             given = {name: value for name, value in kwargs.items() if name != "subfolder"}
             given |= {**where, "variant": wanted.variant}
-            return Path(library("makers").download(repo_id, **given))
+            download = library("makers").download
+            with resumed_gc():
+                return Path(download(repo_id, **given))
         files = files_of_model(names, wanted, kwargs)
         patterns = [glob.escape(each) for each in files]
-        return Path(snapshot_download(repo_id, allow_patterns=patterns, **where))
+        with resumed_gc():
+            return Path(snapshot_download(repo_id, allow_patterns=patterns, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         reason = f"no such file or directory, and it cannot be downloaded: {_in_a_line(exc)}"
         raise SourceNotFound(f"{repo_id}: {reason}") from exc
@@ -229,7 +233,8 @@ def bring_file(url: str, hub: Hub) -> Path | None:
         return None
     where = hub.where | {"revision": hub.revision or file.revision}
     try:
-        return Path(hf_hub_download(file.repo_id, file.name, **where))
+        with resumed_gc():
+            return Path(hf_hub_download(file.repo_id, file.name, **where))
     except Exception as exc:  # of the hub's HTTP client too, which changes with its version
         name = f"{file.repo_id}/{file.name}"
         raise SourceNotFound(f"{name}: {_in_a_line(exc)}") from exc

@@ -46,6 +46,7 @@ from shmload._checkpoints.remote import (
     write_pointer,
 )
 from shmload._checkpoints.wanted import Wanted
+from shmload._host.collector import resumed_gc
 from shmload._host.files import replacing
 from shmload._host.private import is_own, open_private, require_own
 from shmload._wording import format_nbytes
@@ -78,6 +79,7 @@ _SMALL = (
 )
 
 
+@resumed_gc()
 def mirror(wanted: Wanted) -> Path:
     """Bring the mirror of a source up to date, or take it as it is for `local_files_only`.
 

@@ -72,10 +72,7 @@ def paused_gc() -> Iterator[None]:
     here = threading.get_ident()
     try:
         with _lock:
-            if not _pausing:
-                _before.append(gc.isenabled())
-            _pausing.append(here)
-            gc.disable()
+            _pause(here)
         yield
     finally:
         with _lock:
@@ -84,10 +81,33 @@ def paused_gc() -> Iterator[None]:
             _settle()
 
 
+@contextlib.contextmanager
+def resumed_gc() -> Iterator[None]:
+    """Give this thread's pauses back while it waits: a download may take minutes."""
+    here = threading.get_ident()
+    with _lock:
+        count = _pausing.count(here)
+        _pausing[:] = [each for each in _pausing if each != here]
+        _settle()
+    try:
+        yield
+    finally:
+        with _lock:
+            for _ in range(count):
+                _pause(here)
+
+
 _lock = add_lock()
 # The threads that need the collector off, and whether it was on before the first.
 _pausing: list[int] = []
 _before: list[bool] = []
+
+
+def _pause(here: int) -> None:
+    if not _pausing:
+        _before.append(gc.isenabled())
+    _pausing.append(here)
+    gc.disable()
 
 
 def _settle() -> None:

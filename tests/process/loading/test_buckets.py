@@ -1,5 +1,6 @@
 """Sources in a bucket and on a web server load like directories; no weight touches a disk."""
 
+import gc
 import json
 import os
 import sys
@@ -80,6 +81,19 @@ def test_one_file(server, tmp_path):
     stored = load_file(path)
     assert tensors.keys() == stored.keys()
     assert all(torch.equal(tensors[name], stored[name].half()) for name in stored)
+
+
+def test_the_mirror_leaves_the_garbage_collector_on(server):
+    states = set()
+
+    def note(name, count):
+        if name.endswith(".json"):  # the weights come later
+            states.add(gc.isenabled())
+        return ""
+
+    server.trouble = note
+    shmload.load_model("AutoencoderKL", URL, subfolder="vae")
+    assert states == {True}
 
 
 # Commands -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Models are downloaded from the hub, which a server here stands in for."""
 
+import gc
 import os
 import signal
 
@@ -112,6 +113,18 @@ def test_interrupt_during_a_download_leaves_nothing(hub, saved, where, shm_names
     with pytest.raises(KeyboardInterrupt):
         shmload.warm("org/name", dtype="bfloat16", **where)
     assert shm_names() == []
+
+
+def test_a_download_leaves_the_garbage_collector_on(hub, saved, where):
+    source = saved("stable-diffusion")
+    hub.publish(source)
+    states = set()
+    hub.trouble = lambda name: states.add(gc.isenabled()) or ""
+    shmload.load_pipeline("org/name", **where)
+    shmload.load_model("AutoencoderKL", "org/name", subfolder="vae", force_download=True, **where)
+    url, config = f"https://huggingface.co/org/name/blob/main/{_VAE}", str(source / "vae")
+    shmload.load_model("AutoencoderKL", url, config=config, cache_dir=where["cache_dir"] / "url")
+    assert states == {True}
 
 
 # Files by their URL -------------------------------------------------------------------------------

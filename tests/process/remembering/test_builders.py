@@ -15,6 +15,7 @@ import shmload
 from shmload._building import keeping
 from shmload._building.makers import PipelineMaker
 from shmload._segments.eviction import evictable
+from shmload._segments.part import Awaited
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -68,6 +69,24 @@ def test_one_process_builds_and_the_others_wait(saved, built, child, waits):
     thread.join(60)
     assert_equal(found[0], reference(str(source), BF16))
     assert built == []
+
+
+def test_waiting_leaves_the_garbage_collector_on(saved, child, waits, monkeypatch):
+    wait, states = Awaited.wait, []
+
+    def note(self, timeout_s):
+        states.append(gc.isenabled())
+        return wait(self, timeout_s)
+
+    monkeypatch.setattr(Awaited, "wait", note)
+    source = saved("stable-diffusion")
+    builder = child(LOAD, source)
+    builder.expect("BUILDS")
+    thread, _ = waits(source)
+    builder.process.stdin.write(b"\n")
+    builder.expect("DONE")
+    thread.join(60)
+    assert states == [True]
 
 
 def test_killed_builder_leaves_nothing_and_another_builds(saved, built, child, waits, shm_names):
