@@ -156,8 +156,7 @@ class _Lenders:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for segment in filter(None, self._segments.values()):
-            give_back(segment)
+        give_back(*filter(None, self._segments.values()))
 
     def find(self, inode: Inode) -> Segment | None:
         """Return a segment; None if it has gone."""

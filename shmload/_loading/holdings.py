@@ -248,11 +248,10 @@ class Holdings:
             self._headers.clear()
             while self.shards:
                 closing.callback(self.shards.pop().close)
+            closing.callback(give_back, *self.segments())
             while self.held:
                 _, held = self.held.popitem()
-                if isinstance(held, Segment):
-                    closing.callback(give_back, held)
-                else:
+                if not isinstance(held, Segment):
                     closing.callback(held.close)
 
 

@@ -12,7 +12,7 @@ import weakref
 
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import reopen
-from shmload._segments.removal import give_back, remove_if_unused
+from shmload._segments.removal import LISTING_S, give_back, remove_unused
 from shmload._segments.segment import Segment
 from shmload._segments.view import remove_dead_views
 
@@ -45,12 +45,16 @@ class Lease:
             _names.add(self.name)
             _look_again_at_the_end()
 
-    def close(self) -> None:
-        """Release the lease; a second call does nothing."""
+    def close(self, wait_s: float = LISTING_S) -> None:
+        """Release the lease; a second call does nothing.
+
+        Args:
+            wait_s: as for `remove_unused`.
+        """
         # Detach it instead of calling it: at exit a finalizer's call does nothing.
         if found := self._closing.detach():
             _, _, (fd, name), _ = found
-            _give_back(fd, name)
+            _give_back(fd, name, wait_s)
 
     def open_again(self) -> int | None:
         """Return a descriptor of the segment without a lease, the caller's; None after `close`."""
@@ -64,9 +68,9 @@ class Lease:
             _note_use(fd)
 
 
-def _give_back(fd: int, name: str) -> None:
+def _give_back(fd: int, name: str, wait_s: float = LISTING_S) -> None:
     _note_use(fd)
-    give_back(Segment(name, fd))
+    give_back(Segment(name, fd), wait_s=wait_s)
 
 
 def _note_use(fd: int) -> None:
@@ -87,9 +91,8 @@ def _close_all() -> None:
     for lease in list(_live):
         lease.touch()  # a resident segment was in use until now
     for lease in list(_shared):
-        lease.close()
-    for name in _names:
-        remove_if_unused(name)
+        lease.close(wait_s=0)
+    remove_unused(_names)
     if _names:
         remove_dead_views()  # of children that a pool has killed in the middle of a load
 
@@ -111,7 +114,9 @@ def _look_again_at_the_end() -> None:
 def _close_in_child() -> None:
     for lease in list(_shared):
         if not lease.crosses_forks:
-            lease.close()  # removes the name if the parent has released its own already
+            # Removes the name if the parent has released its own already. A fork does not wait for
+            # that: the parent looks again at its exit.
+            lease.close(wait_s=0)
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -27,7 +27,7 @@ logger = logger_of(__name__)
 
 _LOCK_POLL_S = 0.02
 # A listing holds a lock for microseconds; it may lose its core meanwhile.
-_LISTING_S = 1.0
+LISTING_S = 1.0
 # A process that removes segments holds their locks while it reads all mappings, in seconds.
 _REMOVAL_S = 2.0
 # Each takes a descriptor; for each batch the mappings of all processes are read.
@@ -50,12 +50,17 @@ class Look(NamedTuple):
     """Some process lists, builds or removes these."""
 
 
-def give_back(segment: Segment) -> None:
-    """Close a segment; remove it if it is shared and this was its last lease."""
-    may_be_last = segment.fd >= 0 and segment.is_shared
-    segment.close()
-    if may_be_last:
-        remove_if_unused(segment.name)
+def give_back(*segments: Segment, wait_s: float = LISTING_S) -> None:
+    """Close some segments; remove those that are shared and of which this was the last lease.
+
+    Args:
+        segments: to be closed.
+        wait_s: as for `remove_unused`.
+    """
+    names = [each.name for each in segments if each.fd >= 0 and each.is_shared]
+    for segment in segments:
+        segment.close()
+    remove_unused(names, wait_s)
 
 
 @contextlib.contextmanager
@@ -136,22 +141,27 @@ def remove_if_free(name: str) -> bool:
     return bool(_ask(name, remove))
 
 
-def remove_if_unused(name: str) -> bool:
-    """Remove a shared segment unless a process holds it; return whether it was removed.
+def remove_unused(names: Iterable[str], wait_s: float = LISTING_S) -> None:
+    """Remove those of some shared segments that no process holds.
 
-    A segment that has been made resident stays. A listing holds its lock for a moment: that is
-    waited for, or the last lease would leave the name behind.
+    A segment that has been made resident stays.
+
+    Args:
+        names: of the segments.
+        wait_s: how long to wait for their locks, all together, in seconds. A listing holds a lock
+            for a moment: without a wait, the last lease would leave the name behind.
     """
+    deadline = time.monotonic() + wait_s
 
-    def remove(segment: Segment) -> bool:
-        # Each of several that release it lets go of its shared lock when it asks for the other.
-        wait_lock(segment.fd, exclusive=False, timeout_s=_LISTING_S)
-        is_last = _is_free(segment) and segment.is_shared
-        if is_last:
-            shm_unlink(name)
-        return is_last
+    def remove(segment: Segment) -> None:
+        wait_lock(segment.fd, exclusive=False, timeout_s=deadline - time.monotonic())
+        # flock drops the shared lock before it tries the exclusive one, so of several releasers the
+        # last succeeds.
+        if _is_free(segment) and segment.is_shared:
+            shm_unlink(segment.name)
 
-    return bool(_ask(name, remove))
+    for name in names:
+        _ask(name, remove)
 
 
 def is_free(name: str) -> bool:

@@ -3,8 +3,10 @@
 import pytest
 
 import shmload
+from shmload._host.descriptors import try_lock
 from shmload._segments import upkeep
-from shmload._segments.segment import Segment
+from shmload._segments.removal import LISTING_S, give_back
+from shmload._segments.segment import Segment, attach
 
 
 @pytest.fixture
@@ -78,4 +80,39 @@ def test_process_whose_daemonic_children_end_with_it(source, child, shm_names, h
     assert len(shm_names()) == (2 if how == "at work" else 1)
     process.say()
     assert process.wait() == 0
+    assert shm_names() == []
+
+
+EXIT = """
+import atexit, sys, time
+sleep, waits = time.sleep, []
+def wait(seconds):
+    waits.append(seconds)
+    sleep(seconds)
+atexit.register(lambda: print("WAITED", sum(waits), flush=True))
+import shmload
+handle = shmload.share(sys.argv[1], torch_dtype="bfloat16")
+print("SHARED", flush=True)
+sys.stdin.readline()
+handle.close()
+del handle
+print("CLOSED", flush=True)
+sys.stdin.readline()
+time.sleep = wait
+"""
+
+
+def test_exit_waits_once_for_all_names_that_another_process_has_locked(source, child, shm_names):
+    process = child(EXIT, source)
+    process.expect("SHARED")
+    held = [attach(name) for name in shm_names()]
+    assert len(held) > 1
+    process.say()
+    process.expect("CLOSED")
+    assert all(try_lock(segment.fd, exclusive=True) for segment in held)  # as an eviction does
+    process.say()
+    # Once more after multiprocessing has ended the children.
+    assert 0 < float(process.expect("WAITED")) <= 2 * LISTING_S + 0.1
+    assert process.wait() == 0
+    give_back(*held)
     assert shm_names() == []

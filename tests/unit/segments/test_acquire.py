@@ -90,7 +90,7 @@ def test_last_lease_that_ends_while_the_segment_is_listed_removes_it(name, befor
     with part.publish(DIGEST, Stay.SHARED) as segment:
         last = Lease(segment)
     listed = peek(name)
-    before(removal, "remove_if_unused", lambda: try_lock(listed.fd, exclusive=True))
+    before(removal, "remove_unused", lambda: try_lock(listed.fd, exclusive=True))
     before(time, "sleep", listed.close)  # in the wait for that lock
     last.close()
     assert shm_names() == []
