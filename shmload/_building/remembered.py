@@ -78,6 +78,7 @@ def once(
         key: of the object; None to make it in any case.
         make: makes it.
         keep: remember it, and wait for a process that makes it now, up to `SHMLOAD_WAIT_TIMEOUT_S`.
+            A load within a build does not wait, and makes what another process makes now.
         meanwhile: done before that wait, such as imports.
         on_recall: called with the size of the segments that a whole object was recalled from, in
             bytes.
@@ -118,13 +119,16 @@ def _make(part: Part, key: Key, make: Make) -> Any:
 def _open(key: Key, meanwhile: Callable[[], object], *, keep: bool) -> Segment | Part | None:
     """Attach an object's segment, or begin it; None if that is not wanted, or not possible."""
     try:
-        # A load within a build waits for no builder, which may wait for what this thread builds.
-        if not keep or (_making.names and is_inside()):
+        if not keep:
             return attach(key.name)
         held = acquire(key.name)
         if isinstance(held, Awaited):
             with held:
                 logger.info("%s: another process builds it", key.file)
+                # A load within a build waits for no builder, and builds for itself: that builder
+                # may wait for what this thread builds.
+                if _making.names and is_inside():
+                    return None
                 with during(Phase.IMPORT):
                     meanwhile()
                 with during(Phase.WAIT), resumed_gc():

@@ -113,23 +113,42 @@ def test_waiting_has_a_deadline(saved, built, child, waits, configure):
     builder.expect("DONE")
 
 
-def test_a_load_within_a_build_waits_for_no_builder(saved, child, monkeypatch):
+@pytest.fixture
+def load_within(saved, monkeypatch):
+    """Load a source while another one is built."""
+
+    def start(source):
+        make, found = PipelineMaker.make, []
+
+        def within(*given):
+            if not found:
+                found.append(None)  # this load makes a pipeline, too
+                found[0] = load(source)
+            return make(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PipelineMaker, "make", within)
+            load(saved("sdxl"))
+        return found[0]
+
+    return start
+
+
+def test_a_load_within_a_build_waits_for_no_builder(saved, child, load_within):
     source = str(saved("stable-diffusion"))  # as the builder names it
     builder = child(LOAD, source)
     builder.expect("BUILDS")
-    make, found = PipelineMaker.make, []
-
-    def load_within(*given):
-        if not found:
-            found.append(None)  # this load makes a pipeline, too
-            found[0] = load(source)
-        return make(*given)
-
-    monkeypatch.setattr(PipelineMaker, "make", load_within)
-    load(saved("sdxl"))
-    assert_equal(found[0], reference(source, BF16))
+    assert_equal(load_within(source), reference(source, BF16))
     builder.process.stdin.write(b"\n")
     builder.expect("DONE")
+
+
+def test_a_load_within_a_build_is_remembered(saved, built, load_within):
+    source = str(saved("stable-diffusion"))
+    load_within(source)
+    assert (len(built), kept()) == (2, ["whole"] * 2)
+    assert_equal(load(source), reference(source, BF16))
+    assert len(built) == 2
 
 
 # What it needs ------------------------------------------------------------------------------------
