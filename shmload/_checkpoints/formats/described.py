@@ -27,6 +27,7 @@ from shmload._checkpoints.header import Header, TensorSpec, wrong_in
 from shmload._host import procs
 from shmload._host.files import Fingerprint
 from shmload._host.frames import Inbox, MessageReader, send, serve_parent
+from shmload._host.limits import is_lack_of_memory
 from shmload._host.memo import Memo
 from shmload._settings import settings
 from shmload._wording import format_nbytes
@@ -65,7 +66,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
     why: str
     is_lasting: bool = True
-    """Whether it will say so each time; torch raises a `RuntimeError` also for a lack of memory."""
+    """Whether later processes may keep to it. After a `RuntimeError` they ask anew: torch raises
+    one for an error of the disk, too."""
 
 
 Answer = Described | Refused
@@ -142,18 +144,18 @@ def describe_all(fds: Sequence[int], module: str, package: str) -> list[Answer]:
         for fd in fds:
             facts = (_VERSION, module, library, Fingerprint.of(os.fstat(fd)))
             memo = Memo[Answer]("headers", Answer, facts)  # type: ignore[arg-type]  # a union
-            known = answer = _kept.get(facts) or memo.read()
+            answer = _kept.get(facts) or memo.read()
             if answer is None:
                 try:
                     process = process or ending.enter_context(contextlib.closing(_start()))
                     answer = _ask(process, module, fd)
                 except (OSError, EOFError, ProtocolError) as exc:
-                    answer = Refused(_why_no_answer(process, exc), is_lasting=False)
+                    answers.append(Refused(_why_no_answer(process, exc)))
                     process = None
-            if isinstance(answer, Described) or answer.is_lasting:
-                _keep(facts, answer)
-                if known is None:
+                    continue
+                if isinstance(answer, Described) or answer.is_lasting:
                     memo.write(answer)
+            _keep(facts, answer)
             answers.append(answer)
     return answers
 
@@ -219,9 +221,9 @@ def _answer(module: str, path: str) -> Answer:
     importlib.import_module(_LIBRARIES[module])  # an error here says nothing of the file
     try:
         return Described(tuple(format_module.describe(path)))
-    except (MemoryError, OSError):  # says nothing of the file: this process ends
-        raise
     except Exception as exc:  # whatever a library raises for a damaged file
+        if isinstance(exc, OSError) or is_lack_of_memory(exc):
+            raise  # says nothing of the file: this process ends
         why = next(iter(str(exc).splitlines()), type(exc).__name__)
         return Refused(why, is_lasting=not isinstance(exc, RuntimeError))
 

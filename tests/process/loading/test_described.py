@@ -85,18 +85,51 @@ def test_tensors_that_share_far_more_bytes_than_there_are(opened, monkeypatch):
         read_described(opened(shared), "gguf", "gguf")
 
 
-def test_refusal_for_a_lack_of_memory_is_not_remembered(opened, monkeypatch, configure, tmp_path):
+@pytest.fixture
+def asked(monkeypatch, configure, tmp_path):
+    """Ask in this process, where the library can be made to fail; return the files asked about."""
     configure(cache_dir=tmp_path)
+    fds = []
+
+    def ask(process, module, fd):
+        fds.append(fd)
+        try:
+            return described._answer(module, f"/proc/self/fd/{fd}")
+        except RuntimeError as exc:
+            raise EOFError from exc  # the process would end
+
+    monkeypatch.setattr(described, "_ask", ask)
+    return fds
+
+
+def failing(says):
+    """Return a library's function that raises an error."""
+
+    def describe(path):
+        raise RuntimeError(says)
+
+    return describe
+
+
+@pytest.mark.usefixtures("asked")
+def test_refusal_for_a_lack_of_memory_is_not_remembered(opened, monkeypatch):
     fd = opened(content(_TENSORS))
-    # In this process, so that the library can be made to fail.
-    answer = lambda process, module, fd: described._answer(module, f"/proc/self/fd/{fd}")  # noqa: E731
-    monkeypatch.setattr(described, "_ask", answer)
-
-    def lacks_memory(path):
-        raise RuntimeError("unable to mmap 100 bytes from file: Cannot allocate memory (12)")
-
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "describe", lacks_memory)
-        with pytest.raises(NotDescribed, match="Cannot allocate memory"):
+        says = "unable to mmap 100 bytes from file: Cannot allocate memory (12)"
+        patch.setattr(gguf, "describe", failing(says))
+        with pytest.raises(NotDescribed, match="the process that reads it ended"):
             read_described(fd, "gguf", "gguf")
     assert len(read_described(fd, "gguf", "gguf").tensors) == 2
+
+
+def test_refusal_by_a_runtime_error_is_kept_in_this_process_alone(opened, monkeypatch, asked):
+    fd = opened(content(_TENSORS))
+    monkeypatch.setattr(gguf, "describe", failing("failed reading file"))
+    for _ in range(2):
+        with pytest.raises(NotDescribed, match="failed reading file"):
+            read_described(fd, "gguf", "gguf")
+    assert len(asked) == 1
+    described._kept.clear()  # as in the next process
+    with pytest.raises(NotDescribed, match="failed reading file"):
+        read_described(fd, "gguf", "gguf")
+    assert len(asked) == 2
