@@ -8,8 +8,6 @@ before the list gets its name. The same results in the same order give the same 
 versions of the libraries.
 """
 
-import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,12 +90,8 @@ def write_shard(task: Task, call: Callable[[Row], Any]) -> dict[str, str]:
     stored = [(row.number, row.key, results[row.number]) for row in rows if row.number in results]
     suffix, _, write = FORMATS[task.format]
 
-    def write_synced(file: BinaryIO) -> None:
-        write(file, stored)
-        file.flush()
-        os.fsync(file.fileno())  # the list may count without it
-
-    write_whole(task.path + suffix, write_synced)
+    # Durable, since the list may count without it.
+    write_whole(task.path + suffix, lambda file: write(file, stored), durable=True)
     listed = {"keys": [row.key for row in rows], "errors": failed}
     write_whole(task.path + ".json", lambda file: file.write(msgspec.json.encode(listed)))
     return failed
@@ -157,7 +151,7 @@ def _array_of(name: Any, value: Any) -> Any:
 
     if not isinstance(name, str) or not name or "/" in name:
         raise TypeError(f"{name!r} cannot be the name of an array; give text without a slash")
-    dtype = _name_of(getattr(value, "dtype", None))
+    dtype = str(getattr(value, "dtype", None)).removeprefix("torch.")
     torch = sys.modules.get("torch")  # without it there are no tensors
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
     if dtype not in _DTYPES or (is_tensor and str(value.layout) != "torch.strided"):
@@ -169,11 +163,6 @@ def _array_of(name: Any, value: Any) -> Any:
         content = bytes_of(value).view(getattr(ml_dtypes, dtype, dtype))
         return content.reshape(tuple(value.shape))
     return np.ascontiguousarray(value).reshape(value.shape)
-
-
-@functools.cache
-def _name_of(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _write_safetensors(file: BinaryIO, items: Stored) -> None:
