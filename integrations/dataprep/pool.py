@@ -220,9 +220,9 @@ class Pool:
         others = [each for each in task.rows if each is not row]
         row = row._replace(endings=(*row.endings, how or ending))
         if len(row.endings) == _ATTEMPTS:
-            hint = "; perhaps the kernel ran out of memory, see dmesg"
-            row = row._replace(
-                refusal=f"{_ATTEMPTS} processes ended at it ({', '.join(row.endings)})"
-                f"{hint if 'SIGKILL' in row.endings else ''}"
-            )
-        self._again.append(task._replace(rows=[row, *others]))  # first: little is lost again
+            refusal = f"{_ATTEMPTS} processes ended at it ({', '.join(row.endings)})"
+            if "SIGKILL" in row.endings:
+                refusal += "; perhaps the kernel ran out of memory, see dmesg"
+            row = row._replace(refusal=refusal)
+        # `_again` goes before new tasks, so little is lost if another process ends.
+        self._again.append(task._replace(rows=[row, *others]))

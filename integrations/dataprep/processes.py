@@ -16,8 +16,11 @@ import os
 import pickle
 import shutil
 import signal
+import socket
+import struct
 import sys
 import threading
+import time
 from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +39,10 @@ SETUP = "SHMLOAD_JOB_SETUP"
 # other ranks of a launcher is none of a job's.
 _ONES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE", "LOCAL_WORLD_SIZE")
 _END_TIMEOUT_S = 10.0
+_THREADS_TIMEOUT_S = 1.0
+# A message of which nothing more comes for so long counts as the end of its process: a child of a
+# killed process still holds the socket, and a stopped one does not read.
+_STUCK_S = 60
 
 
 class Setup(NamedTuple):
@@ -80,15 +87,13 @@ class ForkServer(forkserver.ForkServer):
 
     def close(self) -> None:
         """End it and the processes that it has forked; a second call does nothing."""
-        pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
-        if pid is None:
-            return
-        end = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGTERM)
-        if not connection.wait([end], _END_TIMEOUT_S):
-            os.kill(pid, signal.SIGKILL)
-        os.close(end)
-        self._stop()  # type: ignore[attr-defined]
+        if pid := self._forkserver_pid:  # type: ignore[attr-defined]
+            os.kill(pid, signal.SIGTERM)
+            # Only the server has the other end of this pipe. A pidfd would need a free descriptor.
+            alive: int = self._forkserver_alive_fd  # type: ignore[attr-defined]
+            if not connection.wait([alive], _END_TIMEOUT_S):
+                os.kill(pid, signal.SIGKILL)
+            self._stop()  # type: ignore[attr-defined]
 
 
 class Process:
@@ -111,12 +116,14 @@ class Process:
 
     def __init__(self, server: ForkServer, entry: object) -> None:
         self.pid = 0
-        self.connection, theirs = connection.Pipe()
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STUCK_S, 0))
+        self.connection = connection.Connection(ours.detach())
         fd = os.memfd_create("shmload-job")
         with theirs, open(fd, "wb") as file:
             file.truncate(MEMORY_NBYTES)
             self.memory = Memory(fd)
-            self.memory.clear()
             try:
                 self.sentinel, start = server.connect_to_new_process([theirs.fileno(), fd])
                 with open(start, "wb") as told:
@@ -193,13 +200,13 @@ def prepare_server(text: str) -> None:
         atexit._run_exitfuncs()
         os._exit(0)  # Python's own end takes a second with these libraries
 
+    is_loading = True
+    atexit.register(end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the program
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # `ForkServer` has blocked SIGINT
     die_with_parent(signal.SIGHUP)
-    atexit.register(end)
-    is_loading = True
     leave(signal.SIGHUP, None)
     prepared(setup)
     atexit.register(end)  # the last that is registered is called first
@@ -223,9 +230,13 @@ def prepared(setup: Setup) -> tuple[Any, Exception | None]:
             pipe = Handle.from_text(setup.handle).load()
         for module in setup.preload:
             importlib.import_module(module)
+        deadline = time.monotonic() + _THREADS_TIMEOUT_S
+        for thread in threading.enumerate()[1:]:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if left := [thread.name for thread in threading.enumerate()[1:]]:
             raise JobError(
-                f"a module to preload has left the threads {', '.join(left)}; do not preload it"
+                "loading the pipeline, or a module to preload, has left the threads "
+                f"{', '.join(left)}, which forked processes lack; preload fewer modules"
             )
     except Exception as exc:  # the outermost loop: the job must learn of any error
         return None, exc

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from watching import Watched
 
 import shmload
+from shmload.integrations.dataprep import processes
 
 # Else the processes would import this module, and with it torch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -160,6 +162,60 @@ def test_item_at_which_three_processes_die_is_named(job):
         list(made.map(die, range(6)))
 
 
+def test_process_that_dies_in_a_message_while_its_child_has_the_socket(
+    job, first_time, tmp_path, monkeypatch
+):
+    fifo = str(tmp_path / "pids")
+    os.mkfifo(fifo)
+
+    def die_in_a_message(pipe, item):
+        if item == 1 and first_time("death"):
+            if not (child := os.fork()):
+                signal.alarm(20)
+                signal.pause()
+            with open(fifo, "w") as file:  # waits for the reader
+                file.write(f"{os.getpid()} {child}")
+            signal.alarm(1)  # kills it while it sends
+            return bytes(10 << 20)
+        return item
+
+    monkeypatch.setattr(processes, "_STUCK_S", 1)
+    made = job()
+    list(made.map(same, range(2)))  # so both processes are ready
+    found = made.map(die_in_a_message, range(4), ordered=False)
+    assert next(found) == 0  # nothing is read until the next
+    with open(fifo) as file:
+        pid, child = map(int, file.read().split())
+    Watched([pid]).wait_for_the_end()
+    began = time.monotonic()
+    try:
+        assert sorted(found) == [1, 2, 3]
+        assert time.monotonic() - began < 10  # before its child ends
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_stopped_process_that_gets_a_large_item_is_replaced(job, monkeypatch):
+    monkeypatch.setattr(processes, "_STUCK_S", 1)
+    made = job(procs=1)
+    ((pid, _),) = made.map(pids_of, [0])
+    os.kill(pid, signal.SIGSTOP)
+    assert [*made.map(lambda pipe, item: len(item), [bytes(10 << 20)])] == [10 << 20]
+
+
+def test_job_is_closed_when_no_descriptor_is_free(job):
+    made = job(procs=1)
+    (pids,) = made.map(pids_of, [0])
+    watched = Watched(pids)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+    try:
+        made.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    watched.wait_for_the_end()
+
+
 @pytest.mark.slow
 def test_hung_item_is_ended_after_the_timeout(job, first_time):
     def hang_once(pipe, item):
@@ -200,6 +256,12 @@ def test_module_that_cannot_be_preloaded_is_the_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(error, match=said):
         list(job(preload=["preloaded"]).map(same, [1]))
+
+
+def test_thread_of_a_preloaded_module_may_be_ending(job, tmp_path, monkeypatch):
+    (tmp_path / "preloaded.py").write_text("from threading import *; Timer(0.1, int).start()")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(job(preload=["preloaded"]).map(same, [1])) == [1]
 
 
 # Uses ---------------------------------------------------------------------------------------------
