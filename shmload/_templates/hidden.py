@@ -26,7 +26,6 @@ from typing import Any
 from shmload._templates.variables import differences, read_on_import, with_settings
 
 StartOver = Callable[[str, list[list[str]]], None]
-_Exits = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
 _State = dict[str, list[Any]]
 _Changes = list[tuple[str, list[Any], list[Any]]]
 _MAPPINGS: dict[str, MutableMapping[Any, Any]] = {
@@ -54,14 +53,13 @@ class Hidden(MetaPathFinder):
         self._names: frozenset[str] = frozenset()
         self._changes: _Changes = []
         """What the imports have changed."""
-        self._exits: _Exits = []
-        """What the imports have registered to be called at the end."""
         self.said = b""
         """What the imports have written."""
         self._loggers: frozenset[str] = frozenset()
         self._is_given = False
         self._lock = RLock()
         """Held while modules are given: programs import in several threads."""
+        atexit.register(self._take_out_all)  # after all that a program or an import registers
         os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
 
     # In the template ------------------------------------------------------------------------------
@@ -71,21 +69,14 @@ class Hidden(MetaPathFinder):
         """Import modules in a block; they are hidden after it."""
         sys.modules.update(self.modules)
         _change(self._changes)
-        register = atexit.register
-
-        def note(function: Any, *args: Any, **kwargs: Any) -> Any:
-            self._exits.append((function, args, kwargs))
-            return register(function, *args, **kwargs)
-
-        atexit.register = note  # type: ignore[assignment]
         yield
-        atexit.register = register
         self._hide()
 
     def _hide(self) -> None:
         self._changes = _changes(self._before, _read_state())
         _change(_changes(_read_state(), self._before))
-        self._forget_exits()
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False
         self._all = {n: module for n, module in sys.modules.items() if n not in self._known}
         names = [name for name in self._all if not _is_of_python(name)]
         self.modules = {name: sys.modules.pop(name) for name in names}
@@ -95,23 +86,6 @@ class Hidden(MetaPathFinder):
         # Never freed: Python would take all of this apart when the program ends, for nothing.
         for kept in (self._all, sys.path_importer_cache):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-
-    def _forget_exits(self) -> None:
-        """Have nothing called when Python ends but what modules of Python have registered."""
-        atexit._clear()
-        atexit.register(self._take_out_all)  # after all that a program registers
-        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False
-        # It also tells the finalizers not to run once modules are taken apart.
-        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-        atexit.register(logging.shutdown)  # imported above, and not in a block of `shown`
-        self._register(True)
-
-    def _register(self, is_of_python: bool) -> None:
-        """Register what imports have: modules of Python, or the libraries."""
-        for function, args, kwargs in self._exits:
-            if _is_of_python(getattr(function, "__module__", None)) == is_of_python:
-                atexit.register(function, *args, **kwargs)
 
     def shadowed_in(self, folder: str) -> str | None:
         """Return a module of the template that a file in this directory would replace, or None.
@@ -175,7 +149,6 @@ class Hidden(MetaPathFinder):
             self._is_given = True
             sys.modules.update({n: m for n, m in self.modules.items() if n not in sys.modules})
             _change(self._changes)
-            self._register(False)
             for name in self._loggers:  # `logging.config` disables the loggers that exist
                 vars(logging.root.manager.loggerDict[name])["disabled"] = False
             if self.said and sys.stderr:
