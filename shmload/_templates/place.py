@@ -11,7 +11,6 @@ import time
 
 from shmload._host.private import private_path, runtime_folder
 
-_MAX_SOCKET_PATH = 107  # sun_path, see unix(7)
 _FAILURE_S = 600.0
 _MAX_TEMPLATES = 16
 
@@ -35,12 +34,9 @@ def socket_of(key: str) -> str:
     """Return the path of a template's socket.
 
     Raises:
-        OSError: see `folder`; or the path is too long for a socket.
+        OSError: see `folder`.
     """
-    path = f"{folder()}/{key}"
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise OSError(f"{path} is too long for a socket")
-    return path
+    return f"{folder()}/{key}"
 
 
 def take_lock(key: str) -> int | None:

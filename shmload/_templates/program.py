@@ -250,9 +250,8 @@ def _runner_of(program: Program, hidden: Hidden) -> functools.partial[Any]:
     value, arguments = program.value, program.arguments
     # A new one: the garbage collector has been told to leave the template's objects alone.
     module = ModuleType("__main__")
-    sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # the second name that `multiprocessing` gives it
-        sys.modules["__mp_main__"] = module
+    # The second name is what `multiprocessing` gives it, which is imported above.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     main = vars(module)
     main.update(__annotations__={}, __builtins__=sys.modules["builtins"])
     match program.kind:

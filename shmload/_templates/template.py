@@ -32,8 +32,6 @@ from shmload._templates.stand_in import FORWARDED
 from shmload._templates.variables import first_environment
 
 _IDLE_S = 1800.0
-# After this time it looks whether it is alone in its control group, and ends if so.
-_LONELY_S = 10.0
 # With no descriptor left, connections wait until a program has ended: looked at this often.
 _PAUSE_S = 0.2
 # Another process may hold the lock for a moment, to see whether it is held.
@@ -254,8 +252,7 @@ class Template:
     def _tend(self) -> None:
         """Do what time or an event has brought."""
         idle = time.monotonic() - self._used
-        is_lonely = idle > _LONELY_S and _is_alone()
-        if self._is_told_to_end or (not self._callers and (idle > _IDLE_S or is_lonely)):
+        if self._is_told_to_end or (not self._callers and idle > _IDLE_S):
             self._drain()
         if self._is_draining and not self._callers:
             os._exit(0)
@@ -287,19 +284,3 @@ def _pidfd_of(channel: messages.Socket) -> int:
         return channel.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         return os.pidfd_open(messages.peer_of(channel)[0])
-
-
-def _is_alone() -> bool:
-    """Tell whether this control group has no process but this one and its children.
-
-    A scope or unit could not end while a template stays in it.
-    """
-    line = (identity.said_of("self", "cgroup") or "").rpartition("0::")[2].strip()
-    try:
-        with open(f"/sys/fs/cgroup{line}/cgroup.procs", encoding="ascii") as file:
-            members = {int(each) for each in file}
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            own = {os.getpid(), *map(int, file.read().split())}
-    except (OSError, ValueError):
-        return False
-    return line not in ("", "/") and bool(members) and members <= own
