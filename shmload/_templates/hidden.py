@@ -59,7 +59,10 @@ class Hidden(MetaPathFinder):
         self._is_given = False
         self._lock = RLock()
         """Held while modules are given: programs import in several threads."""
-        atexit.register(self._take_out_all)  # after all that a program or an import registers
+        # The last of all: what is registered first is called last.
+        atexit.unregister(logging.shutdown)
+        atexit.register(self._take_out_all)
+        atexit.register(logging.shutdown)
         os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
 
     # In the template ------------------------------------------------------------------------------

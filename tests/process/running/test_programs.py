@@ -146,6 +146,8 @@ PROGRAMS = {
     "c:order of exits": "import atexit, weakref\nclass C: pass\nc = C()\n"
     "weakref.finalize(c, print, 'finalizer')\natexit.register(print, 'first')\nimport numpy\n"
     "atexit.register(print, 'second')",
+    "c:logging at the end": "import logging, sys, numpy\nh = logging.Handler()\n"
+    "h.flush = lambda: print('numpy' in sys.modules)\nlogging.root.addHandler(h)",
     "c:order of globals": "class C:\n    def __init__(self, n): self.n = n\n"
     "    def __del__(self): print(self.n)\na, b, _c = map(C, 'abc')",
     "c:broken hook": "import sys\ndef hook(*a): raise ValueError('hook')\n"
