@@ -3,9 +3,10 @@
 A recall makes objects of the libraries' classes, and imports their modules first. A new Python, or
 a template that has imported the libraries alone, needs a second for Stable Diffusion's.
 
-A template is of use while the files that it has imported are as they were. It looks at all of them
-for each program, which takes 11 ms for the 2,300 of the libraries (two cores of a virtual machine,
-November 2026). Nothing else tells of every change: links, mounts and network drives hide some.
+A template is of use while the files that it has imported are as they were. To look at thousands of
+files takes longer than all else that a template does for a program. So the kernel is asked to tell
+of changes (inotify), and they are looked at only after it has told of any. Where it cannot tell, on
+network file systems, they are looked at each time.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from stat import S_ISSOCK
 from typing import Any
 
 from shmload._host.collector import freeze
-from shmload._host.files import Fingerprint, fingerprint
+from shmload._host.procfs import file_system
 from shmload._host.shm import SHM_DIR
 from shmload._templates.hidden import Hidden
 
@@ -39,6 +40,10 @@ _STORED = "shmload._building.stored"
 _OWN = ("shmload.integrations.loads", _STORED)
 # A module of another package is imported by the program that needs it.
 _PACKAGES = {*_LIBRARIES.split(","), "shmload"}
+_MASK = 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
+"""IN_MODIFY, ATTRIB, MOVED_FROM, MOVED_TO, CREATE, DELETE, DELETE_SELF, MOVE_SELF: inotify(7)."""
+# File systems on which every change comes through this kernel.
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 # A new package there may change what a library does when it is imported.
 _INSTALLED = ("site-packages", "dist-packages")
 # Python imports these when it starts.
@@ -193,8 +198,14 @@ class Freshness:
     def __init__(self) -> None:
         self._since_ns = time.time_ns()
         self._path = {entry: _names_in(entry) for entry in sys.path}
-        self._files: dict[str, Fingerprint | None] = {}
+        # No directory tells that it is not the one of this name any more: a link on its way was
+        # replaced, a directory above was renamed, or something was mounted.
+        self._places = list(map(_place_of, self._path))
+        self._files: dict[str, os.stat_result | None] = {}
         self._is_lost = False
+        self._libc = ctypes.CDLL(None)
+        self._watch = int(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._is_watching = self._watch >= 0
 
     def begin(self) -> None:
         """Remember how the modules' files are now that more are imported."""
@@ -203,31 +214,52 @@ class Freshness:
         files = {file for file in found if isinstance(file, str) and os.path.isabs(file)}
         files.update(filter(os.path.isfile, self._path))
         self._tops = {name.partition(".")[0] for name in sys.modules} | _AT_START
-        new = {file: fingerprint(file) for file in files - self._files.keys()}
+        folders = filter(os.path.isdir, {*map(os.path.dirname, files), *self._path})
+        # A watched directory does not tell of what happens to its files under their other names.
+        places = {*folders, *filter(os.path.exists, files)}
+        # The watch begins first: no change is missed between the two.
+        devices = {os.stat(place).st_dev for place in places}
+        self._is_watching = (
+            self._is_watching
+            and all(map(_is_local, devices))
+            and all(
+                self._libc.inotify_add_watch(self._watch, os.fsencode(each), _MASK) >= 0
+                for each in places  # as many as the user may have
+            )
+        )
+        new = {file: _stat_of(file) for file in files - self._files.keys()}
         self._files.update(new)
         # A time to come was set by a clock that was wrong then; a file with further hard links, as
         # uv makes, gets another ctime whenever one of these comes or goes.
         span = range(self._since_ns + 1, time.time_ns() + 1)
-        self._is_lost = self.is_lost() or any(
-            at.mtime_ns in span or (at.ctime_ns in span and os.stat(file).st_nlink == 1)
-            for file, at in new.items()
-            if at
+        self._is_lost |= self._look() or any(
+            each.st_mtime_ns in span or (each.st_nlink == 1 and each.st_ctime_ns in span)
+            for each in new.values()
+            if each
         )
 
     def is_lost(self) -> bool:
         """Tell whether a file has changed since, or others are found on the path."""
-        return (
-            self._is_lost
-            or any(self._finds_others(*entry) for entry in self._path.items())
-            or any(_has_changed(*file) for file in self._files.items())
-        )
+        has_told = not self._is_watching or self._has_told()
+        is_other = list(map(_place_of, self._path)) != self._places
+        return self._is_lost or ((has_told or is_other) and self._look())
 
-    def _finds_others(self, entry: str, before: set[str]) -> bool:
-        """Tell whether imports would find others in an entry of the path."""
-        changed = before ^ _names_in(entry)
-        if not entry.endswith(_INSTALLED):
-            changed = {name.partition(".")[0] for name in changed} & self._tops
-        return bool(changed)
+    def _has_told(self) -> bool:
+        has_told = False
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._watch, 1 << 16):
+                has_told = True
+        return has_told
+
+    def _look(self) -> bool:
+        """Look at all: tell whether a file or what stands on the path has changed."""
+        for entry, before in self._path.items():
+            changed = before ^ _names_in(entry)
+            if not entry.endswith(_INSTALLED):
+                changed = {name.partition(".")[0] for name in changed} & self._tops
+            if changed:
+                return True
+        return any(_stamp_of(_stat_of(f)) != _stamp_of(old) for f, old in self._files.items())
 
 
 def _names_in(entry: str) -> set[str]:
@@ -237,7 +269,24 @@ def _names_in(entry: str) -> set[str]:
     return set()
 
 
-def _has_changed(path: str, before: Fingerprint | None) -> bool:
-    """Tell whether a file has another size, place or time: a further hard link is no change."""
-    now = fingerprint(path)
-    return (now and now[:4]) != (before and before[:4])
+def _place_of(entry: str) -> tuple[int, int] | None:
+    """Return device and inode of what an entry of the path leads to."""
+    found = _stat_of(entry)
+    return found and (found.st_dev, found.st_ino)
+
+
+def _stat_of(path: str) -> os.stat_result | None:
+    with contextlib.suppress(OSError):
+        return os.stat(path)
+    return None
+
+
+def _stamp_of(found: os.stat_result | None) -> tuple[int, ...] | None:
+    """Return size, place and time of a file: a further hard link is no change."""
+    return found and (found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns)
+
+
+def _is_local(device: int) -> bool:
+    """Tell whether every change of a file system comes through this kernel."""
+    found = file_system(device)
+    return found is not None and found.kind in _LOCAL

@@ -33,6 +33,7 @@ def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replace
     link(target, path)
     freshness = Freshness()
     freshness.begin()
+    assert freshness._is_watching
     assert not freshness.is_lost()
     if is_replaced and link is os.symlink:
         (tmp_path / "store" / "new").write_text("value = 2")
@@ -42,7 +43,10 @@ def test_change_under_another_name_is_noticed(module, tmp_path, link, is_replace
     assert freshness.is_lost()
 
 
-def test_module_of_another_size_under_its_old_time_is_noticed(module):
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_module_of_another_size_under_its_old_time_is_noticed(module, monkeypatch, is_watched):
+    if not is_watched:
+        monkeypatch.setattr("shmload._templates.imports._LOCAL", set())
     path = module("some_module")
     freshness = Freshness()
     freshness.begin()
@@ -125,6 +129,7 @@ _EXCHANGED = {
 def test_exchanged_place_above_a_folder_on_the_path_is_noticed(two, what):
     freshness = Freshness()
     freshness.begin()
+    assert freshness._is_watching
     assert not freshness.is_lost()
     _EXCHANGED[what](two)
     assert freshness.is_lost()
