@@ -71,5 +71,4 @@ def stop_command(as_json: bool) -> None:
     if as_json:
         print_json("template stop", stopped=[template.pid for template in found])
     else:
-        told = [f"told to end: {template}" for template in found]
-        say(*told if told else ["no template runs"])
+        say(*[f"told to end: {template}" for template in found] or ["no template runs"])

@@ -245,11 +245,9 @@ class Freshness:
         return self._is_lost or ((has_told or is_other) and self._look())
 
     def _has_told(self) -> bool:
-        has_told = False
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._watch, 1 << 16):
-                has_told = True
-        return has_told
+            return bool(os.read(self._watch, 1 << 16))  # the next look takes more of it
+        return False
 
     def _look(self) -> bool:
         """Look at all: tell whether a file or what stands on the path has changed."""
