@@ -16,9 +16,7 @@ from shmload._building.makers import ModelMaker, PipelineMaker
 from shmload._building.options import Keep, Options
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
-from shmload._checkpoints.wanted import (
-    is_publication,
-)
+from shmload._checkpoints.wanted import is_publication
 from shmload._checkpoints.weights import is_single_file
 from shmload._host.collector import freeze_imports, paused_gc
 from shmload._loading.trace import Phase, during, tracing

@@ -4,8 +4,8 @@
     python scripts/remembered_families.py --diffusers /tmp/diffusers [flux wan ...]
 
 Run it once a release, and with the oldest libraries (their own tag of diffusers as the checkout).
-Of each family, a sub-package of `diffusers.pipelines`, the first class is taken of which diffusers'
-own tests make a tiny pipeline; what they would fetch from the hub is made here. One process loads
+A family is a sub-package of `diffusers.pipelines`. This takes its first class of which diffusers'
+own tests make a tiny pipeline. What these would fetch from the hub is made here. One process loads
 it by shmload and keeps it. Another one, of an interpreter with other hashes, recalls it, loads the
 directory with diffusers alone, and compares both as the tests do (tests/support/comparing.py).
 

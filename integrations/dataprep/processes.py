@@ -40,8 +40,8 @@ SETUP = "SHMLOAD_JOB_SETUP"
 _ONES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE", "LOCAL_WORLD_SIZE")
 _END_TIMEOUT_S = 10.0
 _THREADS_TIMEOUT_S = 1.0
-# A message of which nothing more comes for so long counts as the end of its process: a child of a
-# killed process still holds the socket, and a stopped one does not read.
+# A process that sends half a message and then nothing for so long counts as ended: after a kill its
+# child may still hold the socket, and a stopped process does not read.
 _STUCK_S = 60
 
 
