@@ -97,10 +97,8 @@ def _reopen(fd: int) -> int:
     try:
         fresh = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        fresh = fd
-    else:
-        os.close(fd)
-    os.posix_fadvise(fresh, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return fd
+    os.close(fd)
     return fresh
 
 

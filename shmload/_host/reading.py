@@ -7,7 +7,6 @@ tell is unknown, and never an error. A worker imports this module, so it imports
 import contextlib
 import mmap
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 READ_NBYTES = 1 << 20
@@ -15,9 +14,9 @@ READ_NBYTES = 1 << 20
 MAX_READERS = 32
 """Most reads that a worker has under way."""
 
-# On a busy machine two reads leave a disk idle: 1.3 to 2.0 GB/s, four 1.7 to 2.3, eight the same.
-# A cold file of 0.7 GB (n=3, 2026-11-28): kernel's read-ahead 0.5 to 1.5 GB/s, four reads 1.9 to
-# 2.9, four past the page cache 1.1. FUSE, 5 ms a request: 16 reads 0.30, past the page cache 1.06.
+# A process that loads 5.5 GB of a virtual disk (2 cores, n=5, 2026-11-29): no read ahead 4.2 to 8.8
+# s, one 4.2 to 8.4 s, four 3.7 to 4.9 s. FUSE, 5 ms a request: 16 reads 0.30 GB/s, past the page
+# cache 1.06.
 _READERS = 4
 # Smaller files are read before a choice would gain anything.
 _LEAST_NBYTES = 4 * READ_NBYTES
@@ -28,7 +27,7 @@ _SYS_CACHESTAT = 451
 
 
 class Reading(NamedTuple):
-    """An open file, and how it is read: by default when bytes are needed, by the page cache."""
+    """An open file, and how it is read: by default when bytes are needed."""
 
     fd: int
     """Stays with the one who opened it."""
@@ -36,6 +35,8 @@ class Reading(NamedTuple):
     """Reads that are under way while a worker decodes; 0: it reads when it needs the bytes."""
     direct_fd: int | None = None
     """The same file, opened for reads past the page cache (O_DIRECT)."""
+    is_past_cache: bool = False
+    """Whether all reads go past it; else only if copies from there take long."""
 
     def close(self) -> None:
         """Close the second descriptor, if there is one."""
@@ -66,9 +67,8 @@ def choose_reading(fd: int, workers: int) -> Reading:
     if place and place.is_remote:
         # Requests take long: as many as a worker may have hide that. FUSE fills the page cache by
         # 128 KiB a request, with 12 under way in a whole mount.
-        return Reading(fd, max(_READERS, MAX_READERS // workers), open_direct(fd))
-    # A second reader would make the heads of a disk that turns seek.
-    return Reading(fd, 1 if is_rotational(found.st_dev) else _READERS)
+        return Reading(fd, max(_READERS, MAX_READERS // workers), open_direct(fd), True)
+    return Reading(fd, _READERS, open_direct(fd))
 
 
 def open_direct(fd: int) -> int | None:
@@ -103,12 +103,3 @@ def cached_part(fd: int, nbytes: int) -> float | None:
         if call("syscall", _SYS_CACHESTAT, fd, part, counts, 0) == 0:
             return min(1.0, float(counts[0]) / -(-nbytes // mmap.PAGESIZE))
     return None
-
-
-def is_rotational(device: int, root: Path = Path("/sys/dev/block")) -> bool:
-    """Tell whether the kernel says that a disk turns; false if it does not know the device."""
-    folder = root / f"{os.major(device)}:{os.minor(device)}"
-    for queue in (folder / "queue", folder / ".." / "queue"):  # a disk's own, or its partition's
-        with contextlib.suppress(OSError):
-            return (queue / "rotational").read_text().strip() == "1"
-    return False

@@ -9,7 +9,7 @@ import pytest
 from shmload._host import memory
 from shmload._host.descriptors import inode_of
 from shmload._host.memory import PAGE_NBYTES, has_own_pages, is_touched
-from shmload._host.procfs import mappings
+from shmload._host.procfs import mappings_of
 
 
 @pytest.fixture(params=["ioctl", "entries"], autouse=True)
@@ -36,7 +36,7 @@ def test_page_is_known_to_be_touched_and_to_be_this_processs_own(fd, access, pla
     os.pwrite(fd, b"\1" * 256 * PAGE_NBYTES, 0)
     with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
         mapped.madvise(mmap.MADV_RANDOM)
-        (mapping,) = mappings({inode_of(os.fstat(fd))})
+        (mapping,) = mappings_of({inode_of(os.fstat(fd))})
         assert not is_touched(mapping.start, mapping.end)
         if access == "read":
             assert mapped[place * PAGE_NBYTES] == 1

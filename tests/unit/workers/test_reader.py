@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import random
+import time
 
 import pytest
 
@@ -34,7 +36,7 @@ def source(request, path):
     direct = open_direct(fd) if request.param == "past the page cache" else None
     if request.param == "past the page cache" and direct is None:
         pytest.skip("this file system has no O_DIRECT")
-    found = Reading(fd, 0 if request.param == "when needed" else _AHEAD, direct)
+    found = Reading(fd, 0 if request.param == "when needed" else _AHEAD, direct, direct is not None)
     yield found
     found.close()
     os.close(fd)
@@ -108,8 +110,28 @@ def test_offsets_that_the_disk_refuses_are_read_through_the_page_cache(
             return preadv(fd, buffers, offset, *flags)
 
         monkeypatch.setattr(os, "preadv", refuse)
-        (view,) = reader.read(Reading(file.fileno(), _AHEAD, direct.fileno()), [span(7, 5000)])
+        (view,) = reader.read(
+            Reading(file.fileno(), _AHEAD, direct.fileno(), True), [span(7, 5000)]
+        )
         assert view == content[7:5007]
+
+
+@pytest.mark.parametrize("takes_s", [1e-5, 1.0])
+def test_page_cache_is_left_where_copies_from_it_take_a_core_long(
+    path, reader, content, monkeypatch, takes_s
+):
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * takes_s)
+    preadv, used = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda fd, *rest: used.append(fd) or preadv(fd, *rest))
+    blocks = [span(number * READ_NBYTES, READ_NBYTES) for number in range(5)]
+    with path.open("rb") as file, path.open("rb") as direct:
+        for _ in range(6):
+            views = reader.read(Reading(file.fileno(), 1, direct.fileno()), blocks)
+            assert b"".join(map(bytes, views)) == content[: 5 * READ_NBYTES]
+        later = {direct.fileno() if takes_s == 1.0 else file.fileno()}
+        assert set(used[:10]) == {file.fileno()}
+        assert set(used[-10:]) == later
 
 
 def test_iterator_that_is_closed_waits_for_its_reads(path, reader, monkeypatch):
