@@ -16,6 +16,7 @@ from typing import Any
 import shmload
 from benchmarks import checkpoints, probes
 from benchmarks.figures import Figure, Result, Rounds, Way, interleave
+from shmload._loading.trace import Phase
 
 _SCRIPTS = Path(__file__).parents[1]
 _TIMEOUT_S = 300
@@ -180,9 +181,27 @@ class Bench:
 
     # Segments -------------------------------------------------------------------------------------
 
-    def warm(self, source: Path) -> None:
+    def warm(self, source: Path, *options: str) -> None:
         """Make a source resident in bfloat16."""
-        self.run([sys.executable, "-m", "shmload", "warm", source, "--dtype", "bfloat16"])
+        command = [sys.executable, "-m", "shmload", "warm", source, "--dtype", "bfloat16"]
+        self.run([*command, *options])
+
+    def decode(self, source: Path, workers: int | None = None) -> Result:
+        """Decode a source to bfloat16, and forget it; measured from the first piece to the last.
+
+        Args:
+            source: nothing of it may be resident.
+            workers: their number; None for the usual one.
+        """
+        path = self.runtime / "trace.json"
+        path.unlink(missing_ok=True)
+        options = [] if workers is None else ["--workers", str(workers)]
+        self.warm(source, *options, "--trace", str(path))
+        self.evict()
+        pieces = [event for event in json.loads(path.read_text()) if event["name"] == Phase.READ]
+        begin = min(each["ts"] for each in pieces)
+        end = max(each["ts"] + each["dur"] for each in pieces)
+        return {"bytes_per_s": weights_nbytes(source) / (end - begin) * 1e6}
 
     def resident(self, source: Path | None = None) -> list[str]:
         """Return the names of the segments that this program made resident, or of one source."""

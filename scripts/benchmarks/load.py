@@ -1,11 +1,13 @@
 """One process: the figures of `scripts/bench load`."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import Bench, Suite
-from benchmarks.figures import Figure, Rounds, labelled, speed_up
+from benchmarks import probes
+from benchmarks.bench import Bench, Suite, weight_files
+from benchmarks.figures import Figure, Rounds, Way, labelled, speed_up
 
 # The times of two whole processes vary by more than the 3 % of this target: take more rounds.
 _SAME_DTYPE_FACTOR = 3
@@ -106,11 +108,32 @@ def measure_same_dtype(bench: Bench) -> list[Figure]:
     ]
 
 
+def measure_decode(bench: Bench) -> list[Figure]:
+    """Decoding float32 to bfloat16 on all cores, against as many times a plain loop on one."""
+    source, cores = bench.source("sd15-fp32"), len(os.sched_getaffinity(0))
+    loop = "read, cast and write in one process"
+    ways: dict[str, Way] = {
+        "shmload": partial(bench.decode, source, cores),
+        loop: bench.probe(probes.cast_files, *weight_files(source)),
+    }
+    rates = bench.measure(ways, source).samples("bytes_per_s")
+    return [
+        Figure(
+            name="decode",
+            what=f"decoding fp32 to bf16, {cores} workers: throughput, of {cores} plain loops'",
+            sample=(rates["shmload"] / rates[loop]).scaled(100 / cores, "%"),
+            at_least=85,
+            beside=rates,
+        )
+    ]
+
+
 SUITE = Suite(
     measures={
         "attach": measure_attach,
         "first-load": measure_first_load,
         "same-dtype": measure_same_dtype,
+        "decode": measure_decode,
     },
     sources=("small-fp32", "sd15-fp32", "sd15-bf16"),
     disk_gb=9,
