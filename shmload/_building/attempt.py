@@ -200,7 +200,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
         if self.maker.is_of_pipelines:
             return lambda made: place_pipeline(made, destination, load)
-        return lambda made: place_models({"": self.maker.part(made, "")}, destination, load)
+        return lambda made: place_models({"": self.maker.component(made, "")}, destination, load)
 
 
 def load(

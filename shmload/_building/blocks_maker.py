@@ -29,7 +29,7 @@ from shmload._decoding.shard import Shard
 from shmload._host.descriptors import Descriptor, inode_of
 from shmload._host.files import open_source
 from shmload._host.memory import PAGE_NBYTES, is_modified
-from shmload._host.procfs import mappings
+from shmload._host.procfs import mappings_of
 from shmload._loading.state_dict import wrap
 
 
@@ -106,7 +106,7 @@ class BlocksMaker(SingleFileMaker):
         return Rule(target=wanted_dtype(dtype, ""), keeps_blocks=True)
 
     def _is_warm(self) -> bool:
-        with Shard("", self._path, RAW, keep=True) as raw:
+        with Shard("", self._path, RAW, may_link=False) as raw:
             return bool(raw.resident_nbytes)
 
     @contextlib.contextmanager
@@ -188,7 +188,7 @@ class Joins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(nbytes == 0 or (begin | nbytes) % PAGE_NBYTES for begin, nbytes in places):
             return None
         found = []
-        mapped = [each for each in mappings({self._inode}) if not is_modified(each)]
+        mapped = [each for each in mappings_of({self._inode}) if not is_modified(each)]
         for tensor, (begin, nbytes) in zip(tensors, places, strict=True):
             inside = (each for each in mapped if each.start <= begin <= each.end - nbytes)
             home = next(inside, None)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shmload._building.homes import Homes, watch
 from shmload._building.maker import Maker
-from shmload._building.mapped import Spans, hold_leases, plain_tensors
+from shmload._building.mapped import hold_leases, is_unread_in, plain_tensors
 from shmload._building.options import QUANTISING_KEYWORDS
 from shmload._checkpoints.dtypes import TORCH_NAMES
 from shmload._checkpoints.library import inside, libraries_lock
@@ -30,7 +30,7 @@ from shmload._checkpoints.source import Source, weight_files
 from shmload._host.changes import forks_wait
 from shmload._host.limits import repair_errors
 from shmload._host.memory import is_modified
-from shmload._host.procfs import mappings
+from shmload._host.procfs import mappings_of
 from shmload._loading.load import Load
 from shmload._segments.view import View
 from shmload._wording import format_nbytes, logger_of
@@ -100,7 +100,7 @@ class Build:
     def _models_of(self, made: Any) -> dict[str, torch.nn.Module]:
         """Return the models whose weights this load decodes."""
         found = {
-            checkpoint.component: self._maker.part(made, checkpoint.component)
+            checkpoint.component: self._maker.component(made, checkpoint.component)
             for checkpoint in self._source.checkpoints
         }
         return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
@@ -173,12 +173,13 @@ class Build:
             return True
         # A page copied on write before decoding finished still has zeros around the write.
         parts = {part.inode for _, part in self._load.holdings.unfinished()}
-        if any(map(is_modified, mappings(parts))):
+        if any(map(is_modified, mappings_of(parts))):
             return False
-        spans = Spans(self._load.holdings.inodes())
+        mappings = mappings_of(self._load.holdings.inodes())
         models = (m for name, m in self._models_of(made).items() if name in components)
         tensors = (tensor for model in models for tensor in model.state_dict().values())
-        return all(map(spans.holds_unread, chain.from_iterable(map(plain_tensors, tensors))))
+        stored = chain.from_iterable(map(plain_tensors, tensors))
+        return all(is_unread_in(mappings, tensor) for tensor in stored)
 
     def was_cast_wrongly(self, made: Any) -> bool:
         """Tell whether a model has other dtypes than its rule says, and forget such rules.
@@ -188,7 +189,7 @@ class Build:
         is_wrong = False
         for checkpoint in self._source.checkpoints:
             rule = self._rules[checkpoint.component]
-            module = self._maker.part(made, checkpoint.component)
+            module = self._maker.component(made, checkpoint.component)
             if rule.target is None or rule.is_widening or module is None:
                 continue
             if not _agrees(rule, module):
@@ -216,15 +217,16 @@ class Build:
                 self._load.verify()
         if place:
             place(made)
-        segments, inodes, parts = holdings.segments(), holdings.inodes(), self._maker.parts(made)
-        private = hold_leases(parts.values(), segments, Spans(inodes))
+        segments, components = holdings.segments(), self._maker.components(made)
+        mappings = mappings_of(holdings.inodes())
+        private = hold_leases(components.values(), segments, mappings)
         if private >= _LEAST_NBYTES:
             size = format_nbytes(private)
             logger.info("%s: %s lie in no segment: private memory", self._source.given, size)
-        if homes := Homes(segments, Spans(inodes)):
-            for part in parts.values():
-                if isinstance(part, torch.nn.Module):
-                    watch(part, homes)
+        if homes := Homes(segments, mappings):
+            for component in components.values():
+                if isinstance(component, torch.nn.Module):
+                    watch(component, homes)
 
 
 def _are_emptied(models: Iterable[torch.nn.Module]) -> bool:

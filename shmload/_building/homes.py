@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shmload._building.mapped import Spans, map_ranges, modules_of
+from shmload._building.mapped import map_ranges, modules_of
 from shmload._compat import as_plain_tensors, wrap_moves
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES
+from shmload._host.procfs import Mappings
 from shmload._segments.lease import Lease
 from shmload._segments.segment import Segment, attach
 from shmload._wording import logger_of
@@ -130,11 +131,11 @@ class Homes:
     Args:
         segments: of the models; stay the caller's. Those without a name do not count: no other
             process has them.
-        spans: where they are mapped.
+        mappings: of the segments.
     """
 
-    def __init__(self, segments: Iterable[Segment], spans: Spans) -> None:
-        self._spans = spans
+    def __init__(self, segments: Iterable[Segment], mappings: Mappings) -> None:
+        self._mappings = mappings
         self._names = {each.inode: each.name for each in segments if each.has_name}
         self._leases: dict[Inode, Lease] = {}
         # By the name of a parameter or buffer in its module.
@@ -158,7 +159,7 @@ class Homes:
                     continue
                 home = homes.get(key)
                 if tensor.is_cpu:
-                    # Once it came home, it lies in a mapping that `spans` does not have.
+                    # Once it came home, it lies in a mapping that is none of those.
                     if not home and (home := self._find(tensor)):
                         homes[key] = home
                 elif home and (home.dtype, home.shape) == (tensor.dtype, tensor.shape):
@@ -190,7 +191,7 @@ class Homes:
     def _find(self, tensor: torch.Tensor) -> Home | None:
         """Return where a tensor on the host lies; None if that is in no segment."""
         begin = tensor.data_ptr()
-        mapping = self._spans.find_address(begin)
+        mapping = self._mappings.at(begin)
         if not mapping or mapping.inode not in self._names or begin + tensor.nbytes > mapping.end:
             return None
         offset = mapping.offset + begin - mapping.start

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from shmload._building.code import code_of
-from shmload._building.mapped import Spans, map_ranges
+from shmload._building.mapped import map_ranges
 from shmload._building.parts import CannotKeep, Region
 from shmload._building.stored import STRUCTURE, Place, Record, storage_over
 from shmload._building.structure import put_together, take_apart
@@ -21,6 +21,7 @@ from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload._checkpoints.header import Header, TensorSpec
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES, has_own_pages
+from shmload._host.procfs import mappings_of
 from shmload._host.shm import write_at
 from shmload._loading.room import chosen_budget, made_room
 from shmload._segments.layout import lay_out
@@ -148,7 +149,7 @@ class _Lenders:
 
     def __init__(self) -> None:
         self._names = names_by_inode()
-        self.spans = Spans(set(self._names))
+        self.mappings = mappings_of(self._names.keys())
         self._segments: dict[Inode, Segment | None] = {}
         self._needed: dict[Inode, int] = {}
 
@@ -217,7 +218,7 @@ def _place(regions: Sequence[Region], lenders: _Lenders) -> tuple[list[Region], 
 
 def _find(region: Region, lenders: _Lenders) -> tuple[Segment, int] | None:
     """Return the segment that has a region's bytes, and where; None if none has them."""
-    mapping = lenders.spans.find_address(region.address)
+    mapping = lenders.mappings.at(region.address)
     if not mapping or region.address + region.nbytes > mapping.end:
         return None
     segment = lenders.find(mapping.inode)

@@ -78,13 +78,13 @@ class Maker:
         """
         raise NotImplementedError
 
-    def part(self, made: Any, component: str) -> Any:
+    def component(self, made: Any, name: str) -> Any:
         """Return a component of what was made; None if it lacks it. A model has an empty name."""
         return made[0] if isinstance(made, tuple) else made
 
-    def parts(self, made: Any) -> Mapping[str, Any]:
+    def components(self, made: Any) -> Mapping[str, Any]:
         """Return all components of what was made by name."""
-        return {"": self.part(made, "")}
+        return {"": self.component(made, "")}
 
 
 def is_left_to_library(dtype: object) -> bool:

@@ -124,11 +124,11 @@ class PipelineMaker(Maker):
         pipe: DiffusionPipeline = made_by.from_pretrained(path, **with_dtype(given, dtype))
         return pipe
 
-    def part(self, made: "DiffusionPipeline", component: str) -> Any:
+    def component(self, made: "DiffusionPipeline", name: str) -> Any:
         """Return a component; None if the pipeline has none of that name."""
-        return getattr(made, component, None)
+        return getattr(made, name, None)
 
-    def parts(self, made: "DiffusionPipeline") -> Mapping[str, Any]:
+    def components(self, made: "DiffusionPipeline") -> Mapping[str, Any]:
         """Return all components by name."""
         return components_by_name(made)
 

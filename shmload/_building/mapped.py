@@ -2,7 +2,7 @@
 
 import itertools
 import mmap
-import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from shmload._compat import as_plain_tensors, original_of_compiled
-from shmload._host import procfs
 from shmload._host.descriptors import Inode
 from shmload._host.memory import is_touched, map_at
+from shmload._host.procfs import Mappings, mappings_of
 from shmload._segments.lease import Lease
 from shmload._segments.listing import names_by_inode, segments_by_lock
 from shmload._segments.segment import Segment
@@ -22,53 +22,41 @@ from shmload._segments.segment import Segment
 _FAULT_AROUND_NBYTES = 64 << 10
 
 
-class Spans:
-    """The mappings of some files in this process, by address.
+def is_in(mappings: Mappings, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's storage begins in one of some mappings."""
+    return tensor.is_cpu and mappings.at(tensor.untyped_storage().data_ptr()) is not None
 
-    Args:
-        inodes: the inodes of the files.
+
+def is_unread_in(mappings: Mappings, tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in one of some mappings and nothing has read its inner pages.
+
+    A tensor too small to have inner pages counts as unread if it lies in a mapping.
     """
-
-    def __init__(self, inodes: set[Inode]) -> None:
-        self._mappings = procfs.mappings(inodes)
-
-    def find(self, tensor: torch.Tensor) -> procfs.Mapping | None:
-        """Return the mapping that a tensor's storage begins in."""
-        return self.find_address(tensor.untyped_storage().data_ptr() if tensor.is_cpu else 0)
-
-    def find_address(self, address: int) -> procfs.Mapping | None:
-        """Return the mapping that an address lies in."""
-        return self._mappings.at(address)
-
-    def holds_unread(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in a mapping and nothing has read its inner pages.
-
-        A tensor too small to have inner pages counts as unread if it lies in a mapping.
-        """
-        if tensor.numel() == 0:
-            return True
-        if self.find(tensor) is None:
-            return False
-        begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
-        end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
-        return end <= begin or not is_touched(begin, end)
+    if tensor.numel() == 0:
+        return True
+    if not is_in(mappings, tensor):
+        return False
+    begin = tensor.data_ptr() + _FAULT_AROUND_NBYTES
+    end = tensor.data_ptr() + tensor.numel() * tensor.itemsize - _FAULT_AROUND_NBYTES
+    return end <= begin or not is_touched(begin, end)
 
 
-def hold_leases(components: Iterable[Any], segments: Iterable[Segment], spans: Spans) -> int:
+def hold_leases(components: Iterable[Any], segments: Iterable[Segment], mappings: Mappings) -> int:
     """Keep a lease on each segment as long as a tensor lies in it.
 
-    Each storage in a mapping that the library made gets a finalizer; the last one closes the
-    lease. A segment without a name needs no lease: no process could evict it.
+    Each storage in a mapping that the library made counts. A segment without a name needs no lease:
+    no process could evict it.
 
     Args:
         components: the models among them are looked through.
         segments: the complete ones.
-        spans: the mappings of the segments, and of files that were mapped in their place.
+        mappings: of the segments, and of files that were mapped in their place.
 
     Returns:
         The size of the storages on the host that lie in no such mapping, in bytes.
     """
-    leases = {each.inode: _Counted(Lease(each)) for each in segments if each.has_name}
+    named = {each.inode: each for each in segments if each.has_name}
+    users = defaultdict[Inode, list[torch.UntypedStorage]](list)
     seen = set()
     private_nbytes = 0
     for component in components:
@@ -78,13 +66,13 @@ def hold_leases(components: Iterable[Any], segments: Iterable[Segment], spans: S
             if address in seen:
                 continue
             seen.add(address)
-            mapping = spans.find_address(address)
+            mapping = mappings.at(address)
             if mapping is None:
                 private_nbytes += storage.nbytes()
-            elif lease := leases.get(mapping.inode):
-                lease.add(storage)
-    for lease in leases.values():
-        lease.close_if_unused()
+            elif mapping.inode in named:
+                users[mapping.inode].append(storage)
+    for inode, storages in users.items():
+        Lease(named[inode]).end_with(storages)
     return private_nbytes
 
 
@@ -112,14 +100,14 @@ def measure(models: Iterable[torch.nn.Module], name: str) -> tuple[dict[str, int
     """
     names = names_by_inode()
     nbytes = {info.name: info.nbytes for info in segments_by_lock()}
-    spans = Spans(set(names))
+    mappings = mappings_of(names.keys())
     with as_plain_tensors():
         tensors = [tensor for model in models for tensor in host_tensors(model)]
         copied = sum({each.data_ptr(): each.nbytes for each in tensors}.values())
         storages = {(s := each.untyped_storage()).data_ptr(): s.nbytes() for each in tensors}
     held: dict[str, int] = {}
     for address, size in storages.items():
-        mapping = spans.find_address(address)
+        mapping = mappings.at(address)
         segment = names[mapping.inode] if mapping else name
         held[segment] = nbytes.get(segment) or held.get(segment, 0) + size
     return held, copied
@@ -181,23 +169,3 @@ def map_ranges(fd: int, ranges: Sequence[tuple[int, int]]) -> mmap.mmap:
         map_at(begin, begin + nbytes, fd, offset)
         begin += nbytes
     return owner
-
-
-class _Counted:
-    """A lease that is closed when the last of its storages dies."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._count = 0
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        self._count += 1
-        weakref.finalize(storage, self._drop).atexit = False
-
-    def _drop(self) -> None:
-        self._count -= 1
-        self.close_if_unused()
-
-    def close_if_unused(self) -> None:
-        if self._count == 0:
-            self._lease.close()

@@ -10,7 +10,7 @@ from torch import nn
 
 from shmload._building.classes import components_by_name
 from shmload._building.maker import Maker, is_left_to_library
-from shmload._building.mapped import Spans, plain_tensors
+from shmload._building.mapped import is_in, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
 from shmload._devices.destination import Destination, parse_max_host_memory
@@ -21,6 +21,7 @@ from shmload._devices.upload import bring
 from shmload._devices.waiting import Waiting
 from shmload._host.collector import paused_gc
 from shmload._host.descriptors import Inode
+from shmload._host.procfs import mappings_of
 from shmload._loading.load import Load
 from shmload._loading.trace import Phase, during
 from shmload._placement.device_map import STRATEGIES
@@ -217,8 +218,9 @@ def _copy(
         ]
     )
     if load and load.is_bounded:
-        spans = Spans({part.inode for _, part in load.holdings.unfinished()})
-        if any(map(spans.find, itertools.chain.from_iterable(map(plain_tensors, moves.others)))):
+        parts = mappings_of({part.inode for _, part in load.holdings.unfinished()})
+        others = itertools.chain.from_iterable(map(plain_tensors, moves.others))
+        if any(is_in(parts, tensor) for tensor in others):
             load.keep_all("some of its weights stay on the host, or are moved by torch")
     limit = destination.slots_nbytes if load else destination.max_host_nbytes
     with during(Phase.COPY, ", ".join(runtimes)):

@@ -227,8 +227,9 @@ def _require_lasting(made: Any, models: Models, before: "torch.Tensor | None") -
     """
     import torch
 
-    from shmload._building.mapped import Spans
+    from shmload._building.mapped import is_in
     from shmload._building.parts import CannotKeep
+    from shmload._host.procfs import mappings_of
     from shmload._segments.listing import names_by_inode
 
     if takes_connected(type(made)):
@@ -239,8 +240,8 @@ def _require_lasting(made: Any, models: Models, before: "torch.Tensor | None") -
     state = torch.Generator().get_state() if before is None else before
     if torch.equal(state, torch.get_rng_state()):
         return
-    spans = Spans(set(names_by_inode()))
-    if any(each.numel() and spans.find(each) is None for each in parameters):
+    mappings = mappings_of(names_by_inode().keys())
+    if any(each.numel() and not is_in(mappings, each) for each in parameters):
         raise CannotKeep("the library draws some of its weights at random")
 
 

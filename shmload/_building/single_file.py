@@ -163,11 +163,11 @@ class SinglePipelineMaker(SingleFileMaker):
             )
         super().__init__(_class_name_in(config, file.hub) if wanted is None else wanted)
 
-    def part(self, made: Any, component: str) -> Any:
+    def component(self, made: Any, name: str) -> Any:
         """Return None: which of the models come from the file is known to diffusers alone."""
         return None
 
-    def parts(self, made: Any) -> Mapping[str, Any]:
+    def components(self, made: Any) -> Mapping[str, Any]:
         """Return all components by name."""
         return components_by_name(made)
 

@@ -18,12 +18,13 @@ import torch
 
 from shmload._building.code import Stamp, require_same
 from shmload._building.homes import Homes, watch
-from shmload._building.mapped import Spans, hold_leases, map_ranges
+from shmload._building.mapped import hold_leases, map_ranges
 from shmload._building.parts import CannotKeepHere
 from shmload._building.structure import Structure, put_together
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
+from shmload._host.procfs import mappings_of
 from shmload._segments.listing import segments
 from shmload._segments.segment import Segment, attach
 from shmload.errors import PublicationError
@@ -107,9 +108,10 @@ def _put_together(source: str, segments: Sequence[Segment]) -> Any:
             raise
         except Exception as exc:  # whatever a class does when it is restored
             raise _broken(source, f"{type(exc).__name__}: {exc}") from exc
-    parts, spans = [thing, *vars(thing).values()], Spans({each.inode for each in segments})
-    hold_leases(parts, segments, spans)
-    homes = Homes(segments, spans)
+    parts = [thing, *vars(thing).values()]
+    mappings = mappings_of({each.inode for each in segments})
+    hold_leases(parts, segments, mappings)
+    homes = Homes(segments, mappings)
     for part in parts:
         if isinstance(part, torch.nn.Module):
             watch(part, homes)

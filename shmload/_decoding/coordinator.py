@@ -33,9 +33,9 @@ _QUEUE_DEPTH = 3
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes newly read, from the thread that decodes."""
-OnPiece = Callable[..., None]
+OnPiece = Callable[[Shard, Sequence[Run], int, float], None]
 """Called with a shard and the runs of its piece that is complete, in the same thread; also with the
-id of the worker's process, if one has filled it, and the time at which it began."""
+id of the worker's process, or 0, and the monotonic time at which that began, in seconds."""
 
 
 class DecodeCancelled(Exception):
@@ -46,9 +46,9 @@ def decode(
     shards: Sequence[Shard],
     workers: int,
     on_bytes: OnBytes,
-    is_cancelled: Callable[[], bool] = bool,
-    on_piece: OnPiece = lambda shard, runs, *_: None,
-    allowance: Allowance | None = None,
+    is_cancelled: Callable[[], bool],
+    on_piece: OnPiece,
+    allowance: Allowance | None,
 ) -> list[str]:
     """Fill the parts of some shards; blocks until they are complete.
 
@@ -96,7 +96,7 @@ def _decode_here(
             if is_cancelled():
                 raise DecodeCancelled
             digests.append(filler.fill(readable, _part_fd(shard), runs, on_bytes))
-            on_piece(shard, runs)
+            on_piece(shard, runs, 0, 0.0)
         return combine_digests(digests)
     except FillError as exc:
         raise shard.failure(exc.reason, str(exc), exc.offset) from exc

@@ -39,7 +39,7 @@ class Shard(Descriptor):
         component: its name in the pipeline, or empty.
         path: of the shard.
         rule: the dtypes its tensors get.
-        keep: make its segment resident.
+        may_link: let the library map the file itself if it can.
         home: which model its segment belongs to.
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
@@ -54,7 +54,7 @@ class Shard(Descriptor):
         path: Path,
         rule: Rule,
         *,
-        keep: bool,
+        may_link: bool,
         home: Metadata = _NOWHERE,
         piece_nbytes: int | None = None,
     ) -> None:
@@ -65,12 +65,12 @@ class Shard(Descriptor):
         """What this process decodes it into, until that is published; the load's."""
         self._piece_nbytes = piece_nbytes
         try:
-            self._plan(rule, keep, home)
+            self._plan(rule, may_link, home)
         except BaseException:
             self.close()
             raise
 
-    def _plan(self, rule: Rule, keep: bool, home: Metadata) -> None:
+    def _plan(self, rule: Rule, may_link: bool, home: Metadata) -> None:
         self.stat = os.fstat(self.fd)
         """The result of fstat before the header was read."""
         file_format = detect_format(self.fd, self.path)
@@ -90,8 +90,8 @@ class Shard(Descriptor):
         """Of its segment, whether or not that exists."""
         self.resident_nbytes = shm_nbytes(self.name) or 0
         """Size of the segment, in bytes, if it is resident."""
-        may_link = file_format.can_be_linked and applied == RAW and not keep
-        self.is_linked = may_link and not self.resident_nbytes and not is_remote(self.stat.st_dev)
+        can_link = may_link and file_format.can_be_linked and applied == RAW
+        self.is_linked = can_link and not self.resident_nbytes and not is_remote(self.stat.st_dev)
         """Whether the library maps the file directly: its format allows that, it has the wanted
         dtypes and lies on a local disk."""
         if not (self.is_linked or self.resident_nbytes):
@@ -159,7 +159,7 @@ def open_checkpoint(
     checkpoint: Checkpoint,
     rule: Rule,
     *,
-    keep: bool,
+    may_link: bool,
     piece_nbytes: int | None = None,
 ) -> list[Shard]:
     """Open and plan all shards of a checkpoint; the caller closes them.
@@ -170,7 +170,7 @@ def open_checkpoint(
         source: what it is a part of.
         checkpoint: the checkpoint.
         rule: the dtypes its tensors get.
-        keep: make its segments resident.
+        may_link: as for a shard.
         piece_nbytes: size of the pieces to decode in, in bytes; None for the default.
 
     Raises:
@@ -180,12 +180,16 @@ def open_checkpoint(
     with contextlib.ExitStack() as opened:
         shards = [
             opened.enter_context(
-                Shard(component, path, rule, keep=keep, home=home, piece_nbytes=piece_nbytes)
+                Shard(
+                    component, path, rule, may_link=may_link, home=home, piece_nbytes=piece_nbytes
+                )
             )
             for path in checkpoint.shards
         ]
         is_cast = any(shard.rule != RAW for shard in shards)
         if is_cast and len(shards) > 1 and are_quantised([shard.header for shard in shards]):
-            return open_checkpoint(source, checkpoint, RAW, keep=keep, piece_nbytes=piece_nbytes)
+            return open_checkpoint(
+                source, checkpoint, RAW, may_link=may_link, piece_nbytes=piece_nbytes
+            )
         opened.pop_all()
         return shards

@@ -48,7 +48,7 @@ class Move(NamedTuple):
         """The bytes on the device."""
         return self.memory[self.offset : self.offset + self.nbytes]
 
-    def part(self, begin: int, end: int) -> "Move":
+    def cut(self, begin: int, end: int) -> "Move":
         """Return the move of those bytes that lie between two addresses."""
         low, high = max(begin, self.address), min(end, self.end)
         offset = self.offset + low - self.address
@@ -80,7 +80,7 @@ class Overlaps:
             if move.address >= end:
                 return
             if move.end > begin:
-                yield move.part(begin, end)
+                yield move.cut(begin, end)
 
 
 class _Held(NamedTuple):

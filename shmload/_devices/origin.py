@@ -20,7 +20,7 @@ import torch
 from shmload._host.descriptors import Descriptor, Inode
 from shmload._host.limits import allow_descriptors
 from shmload._host.memory import PAGE_NBYTES, has_own_pages, populate
-from shmload._host.procfs import Mapping, cgroup_limit_nbytes, mappings
+from shmload._host.procfs import Mapping, cgroup_limit_nbytes, mappings_of
 from shmload._host.shm import reopen
 from shmload._runtimes.runtime import Runtime, say_once
 from shmload._settings import settings
@@ -158,7 +158,7 @@ class SegmentFiles:
         for inode, fd in files:
             self._files[inode] = file = Descriptor(reopen(fd))
             weakref.finalize(file, os.close, file.fd).atexit = False
-        self._mappings = mappings(set(self._files))
+        self._mappings = mappings_of(set(self._files))
 
     def origins(self, tensors: Iterable[torch.Tensor]) -> list[Origin]:
         """Return the parts that hold those of some tensors that lie in the segments."""

@@ -28,7 +28,7 @@ import torch
 from shmload._devices.moves import Move, Moves, Overlaps
 from shmload._host.descriptors import Inode
 from shmload._host.memory import PAGE_NBYTES, is_modified
-from shmload._host.procfs import Mappings, mappings
+from shmload._host.procfs import Mappings, mappings_of
 from shmload._loading.load import Load
 from shmload._loading.trace import Phase, during
 from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
@@ -36,8 +36,8 @@ from shmload._runtimes.runtime import ALIGNMENT_NBYTES, Runtime
 _SLOT_NBYTES = 32 << 20
 # One is filled while the devices fetch from another, and one waits in between.
 _SLOTS = 3
-# Each core fills a part: eight of them reach the speed of the host's memory.
-_PART_NBYTES = 4 << 20
+# Each core fills a share: eight of them reach the speed of the host's memory.
+_SHARE_NBYTES = 4 << 20
 _MAX_THREADS = 8
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
@@ -55,7 +55,7 @@ class Files:
 
     def __init__(self, files: Iterable[tuple[Inode, int]] = ()) -> None:
         self._files = dict(files)
-        found = mappings(self._files.keys())
+        found = mappings_of(self._files.keys())
         self._mappings = Mappings(there for there in found if not is_modified(there))
 
     def read(self, address: int, into: memoryview) -> int:
@@ -74,11 +74,11 @@ class Batch:
     """What goes through a slot at a time."""
 
     def __init__(self) -> None:
-        self.parts: list[list[tuple[int, Move]]] = []
+        self.shares: list[list[tuple[int, Move]]] = []
         """For each core in turn: the moves, each with where it goes in the slot, in bytes."""
         self.fetches: list[tuple[int, Move]] = []
         """The same moves, of which neighbours in an allocation are one."""
-        self._room = 0  # in the last part
+        self._room = 0  # in the last share
 
     def next_begin(self, move: Move) -> int:
         """Return where a move's bytes go in the slot: near to those of a neighbour."""
@@ -98,11 +98,11 @@ class Batch:
         """
         begin = self.next_begin(move)
         if not self._room:
-            self.parts.append([])
-            self._room = _PART_NBYTES
-        added = move.part(move.address, move.address + min(room, self._room, move.nbytes))
+            self.shares.append([])
+            self._room = _SHARE_NBYTES
+        added = move.cut(move.address, move.address + min(room, self._room, move.nbytes))
         self._room -= added.nbytes
-        self.parts[-1].append((begin, added))
+        self.shares[-1].append((begin, added))
         first, last = self.fetches[-1] if self.fetches else (begin, None)
         if last and last.memory is move.memory and begin - first == move.offset - last.offset:
             self.fetches[-1] = first, last._replace(nbytes=begin + added.nbytes - first)
@@ -124,11 +124,11 @@ def batches(moves: Iterable[Move], slot_nbytes: int) -> Iterator[Batch]:
         while move.nbytes:
             room = slot_nbytes - batch.next_begin(move)
             if room > 0:
-                move = move.part(move.address + batch.add(move, room), move.end)
+                move = move.cut(move.address + batch.add(move, room), move.end)
             else:
                 yield batch
                 batch = Batch()
-    if batch.parts:
+    if batch.shares:
         yield batch
 
 
@@ -231,8 +231,8 @@ class Upload:
                 slot = self._take()
                 started = len(fills)
                 fills.extend(
-                    self._pool.submit(_fill, slot.content, part, self._files)
-                    for part in batch.parts
+                    self._pool.submit(_fill, slot.content, share, self._files)
+                    for share in batch.shares
                 )
                 if before:  # the cores go on meanwhile
                     self._start(*before)
@@ -287,10 +287,10 @@ class Upload:
         self._busy.append((slot, events))
 
 
-def _fill(slot: torch.Tensor, part: Iterable[tuple[int, Move]], files: Files) -> None:
+def _fill(slot: torch.Tensor, share: Iterable[tuple[int, Move]], files: Files) -> None:
     """Bring bytes into a slot, without the interpreter's lock."""
     content = slot.numpy().data
-    for begin, move in part:
+    for begin, move in share:
         done = files.read(move.address, content[begin : begin + move.nbytes])
         if done < move.nbytes:
             address = slot.data_ptr() + begin + done
@@ -326,15 +326,15 @@ def bring(
         if load:
             load.wait()
         return
-    parts = mappings({part.inode for _, part in load.holdings.unfinished()} if load else ())
-    early = [move for move in moves.moves if not parts.at(move.address)]
+    filling = mappings_of({part.inode for _, part in load.holdings.unfinished()} if load else ())
+    early = [move for move in moves.moves if not filling.at(move.address)]
     nbytes = sum(move.nbytes for move in moves.moves)
     with Upload(nbytes, moves.runtimes[0], max_nbytes, Files(files)) as upload:
         upload.copy(early)
-        coming = Overlaps(move for move in moves.moves if parts.at(move.address))
-        while load and parts and (piece := load.next_filled()) is not None:
-            for there in parts:
-                if there.inode == piece.inode:
+        coming = Overlaps(move for move in moves.moves if filling.at(move.address))
+        while load and filling and (piece := load.next_filled()) is not None:
+            for there in filling:
+                if there.inode == piece.part.inode:
                     base = there.start - there.offset
                     upload.copy(coming.within(base + piece.begin, base + piece.end))
             load.give_back(piece)

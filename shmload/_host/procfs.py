@@ -207,7 +207,7 @@ class Mappings(list[Mapping]):
         return found if found and address < found.end else None
 
 
-def mappings(inodes: Collection[Inode]) -> Mappings:
+def mappings_of(inodes: Collection[Inode]) -> Mappings:
     """Return this process's mappings of the given files."""
     found = _parse_maps(Path("/proc/self/maps").read_bytes(), _devices(inodes)) if inodes else ()
     return Mappings(sorted(each for each in found if each.inode in inodes))

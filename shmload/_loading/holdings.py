@@ -14,7 +14,6 @@ from shmload._decoding.shard import Shard, open_checkpoint
 from shmload._host.descriptors import Inode, occupy_standard_streams, unlock
 from shmload._host.files import read_ahead
 from shmload._host.limits import allow_descriptors, require_file_size
-from shmload._host.memory import free_pages
 from shmload._host.reading import cached_part
 from shmload._loading.room import made_room
 from shmload._segments.eviction import Budget
@@ -76,11 +75,11 @@ class Holdings:
         occupy_standard_streams()
         # A shard, its segment, and a lease for the tensors in it.
         allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
-        keep = (self._stay is Stay.RESIDENT and not self._may_link) or self._is_bounded
+        may_link = (self._may_link or self._stay < Stay.RESIDENT) and not self._is_bounded
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
             self.shards += open_checkpoint(
-                source, checkpoint, rule, keep=keep, piece_nbytes=piece_nbytes
+                source, checkpoint, rule, may_link=may_link, piece_nbytes=piece_nbytes
             )
 
     def acquire(self) -> list[Shard]:
@@ -220,12 +219,6 @@ class Holdings:
     def unfinished(self) -> list[tuple[Shard, Part]]:
         """Return the parts, of which bytes may be missing, with their shards."""
         return [(shard, held) for shard, held in self.opened() if isinstance(held, Part)]
-
-    def free(self, inode: Inode, begin: int, end: int) -> None:
-        """Free the pages of a part, by its inode, between two offsets in bytes."""
-        for held in self.held.values():
-            if isinstance(held, Part) and held.inode == inode:
-                free_pages(held.fd, begin, end)
 
     # Ending ---------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from shmload._decoding.coordinator import DecodeCancelled, decode
 from shmload._decoding.shard import Shard
 from shmload._host.background import Background
 from shmload._host.collector import paused_gc
-from shmload._host.descriptors import Inode
 from shmload._host.limits import explained
+from shmload._host.memory import free_pages
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress
@@ -33,6 +33,7 @@ from shmload._loading.room import chosen_budget
 from shmload._loading.trace import Phase, current, during
 from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
+from shmload._segments.part import Part
 from shmload._segments.pieces import Run, range_of
 from shmload._segments.removal import remove_expired
 from shmload._segments.segment import Stay
@@ -47,8 +48,7 @@ logger = logger_of(__name__)
 class FilledPiece(NamedTuple):
     """Consecutive bytes of a part that have been decoded."""
 
-    inode: Inode
-    """The part's inode."""
+    part: Part
     begin: int
     """Offset of the first byte in the part, in bytes."""
     end: int
@@ -145,7 +145,7 @@ class Load:
     def give_back(self, piece: FilledPiece) -> None:
         """Free the bytes of a piece, which were copied, if the load is bounded."""
         if self._bound and self._allowance:
-            self.holdings.free(*piece)
+            free_pages(piece.part.fd, piece.begin, piece.end)
             self._allowance.give_back(piece.end - piece.begin)
 
     def keep_all(self, reason: str) -> None:
@@ -217,7 +217,7 @@ class Load:
         words = "%s: %d shards to decode, %d resident, %d awaited"
         logger.info(words, self._source.given, len(mine), resident, awaited)
         if not (mine or awaited):
-            self._fill([])
+            self._decode_and_wait([])
             return
         self._progress.start(self.read_nbytes)
         self._work = Background(functools.partial(self._run, mine), "shmload-decode")
@@ -226,9 +226,9 @@ class Load:
     def _run(self, mine: list[Shard]) -> None:
         """The thread's function."""
         with self._trace.thread("load") if self._trace else contextlib.nullcontext():
-            self._fill(mine)
+            self._decode_and_wait(mine)
 
-    def _fill(self, mine: list[Shard]) -> None:
+    def _decode_and_wait(self, mine: list[Shard]) -> None:
         """Decode some shards, then wait for the parts of other processes."""
         try:
             if mine:
@@ -276,19 +276,17 @@ class Load:
                 workers,
                 self._progress.add,
                 self._cancelled.is_set,
-                on_piece=self._note_piece,
-                allowance=self._allowance,
+                self._note_piece,
+                self._allowance,
             )
         if self.is_bounded:
             return
         for shard, digest in zip(shards, digests, strict=True):
             self.holdings.publish(shard, digest)
 
-    def _note_piece(
-        self, shard: Shard, runs: Sequence[Run], worker: int = 0, since: float = 0.0
-    ) -> None:
+    def _note_piece(self, shard: Shard, runs: Sequence[Run], pid: int, began_at: float) -> None:
         """Note a piece as filled."""
-        if worker and self._trace:
-            self._trace.note_piece(worker, since, os.fspath(shard.shown))
+        if pid and self._trace:
+            self._trace.note_piece(pid, began_at, os.fspath(shard.shown))
         assert shard.part
-        self._filled.put(FilledPiece(shard.part.inode, *range_of(runs)))
+        self._filled.put(FilledPiece(shard.part, *range_of(runs)))

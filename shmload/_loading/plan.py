@@ -146,7 +146,7 @@ def plan(
     with paused_gc():
         for checkpoint in found.checkpoints:
             rule = rules[checkpoint.component]
-            for shard in open_checkpoint(found, checkpoint, rule, keep=keep):
+            for shard in open_checkpoint(found, checkpoint, rule, may_link=not keep):
                 with shard:
                     shards.append(_plan_of(shard))
     placement = None

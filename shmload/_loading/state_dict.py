@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -182,5 +181,5 @@ def _map(fd: int, segment: Descriptor | None) -> mmap.mmap:
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     with Descriptor(reopen(fd)) as own:
         mapped = mmap.mmap(own.fd, 0, access=mmap.ACCESS_COPY)
-    weakref.finalize(mapped, Lease(segment).close).atexit = False  # leases close themselves at exit
+    Lease(segment).end_with([mapped])
     return mapped

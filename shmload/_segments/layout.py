@@ -36,13 +36,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes at the start of the segment, with a digest of zeros."""
     pieces: tuple[tuple[Run, ...], ...]
     """Each piece's runs, by target offset; together they cover the data exactly."""
-    data_nbytes: int
-    """Size of the tensors in the segment, in bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole segment, in bytes."""
-        return len(self.header) + self.data_nbytes
+    nbytes: int
+    """Size of the whole segment, in bytes."""
 
 
 def needs_conversion(header: Header, dtype_of: DtypeOf) -> bool:
@@ -82,7 +77,7 @@ def lay_out(
     return Layout(
         header=raw,
         pieces=tuple(cut_pieces(runs, len(raw), piece_nbytes)),
-        data_nbytes=position,
+        nbytes=len(raw) + position,
     )
 
 

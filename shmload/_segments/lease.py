@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import weakref
+from collections.abc import Collection
 
 from shmload._host.descriptors import try_lock
 from shmload._host.shm import reopen
@@ -55,6 +56,19 @@ class Lease:
         if found := self._closing.detach():
             _, _, (fd, name), _ = found
             _give_back(fd, name, wait_s)
+
+    def end_with(self, users: Collection[object]) -> None:
+        """Release the lease when the last of some objects goes, of which there is at least one."""
+        left = len(users)
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.close()
+
+        for user in users:
+            weakref.finalize(user, count).atexit = False  # `_close_all` does it, in the right order
 
     def open_again(self) -> int | None:
         """Return a descriptor of the segment without a lease, the caller's; None after `close`."""

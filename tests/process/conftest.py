@@ -16,7 +16,6 @@ from warming import TENSORS
 from shmload._building import placing, remembered
 from shmload._building.build import Build
 from shmload._cli.main import main
-from shmload._loading.holdings import Holdings
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
@@ -202,11 +201,12 @@ def accelerators(monkeypatch):
 def streams(monkeypatch):
     """Record the parts whose pages loads free behind copies to a device, by their inodes."""
     seen = []
-    free = Holdings.free
+    give_back = Load.give_back
 
-    def note_and_free(holdings, inode, begin, end):
-        seen.append(inode)
-        free(holdings, inode, begin, end)
+    def note_and_give_back(load, piece):
+        if load.is_bounded:
+            seen.append(piece.part.inode)
+        give_back(load, piece)
 
-    monkeypatch.setattr(Holdings, "free", note_and_free)
+    monkeypatch.setattr(Load, "give_back", note_and_give_back)
     return seen

@@ -10,8 +10,9 @@ from gguf_files import dequantised, save_blocks
 from gguf_models import MODELS
 
 import shmload
-from shmload._building.mapped import Spans
+from shmload._building.mapped import is_in
 from shmload._host.descriptors import inode_of
+from shmload._host.procfs import mappings_of
 from shmload._host.shm import SHM_DIR
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("remembers")]
@@ -53,8 +54,8 @@ def decoded():
 
 def private_of(model):
     """Return the names of the weights that are in no segment."""
-    spans = Spans({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
-    return {name for name, each in model.state_dict().items() if spans.find(each) is None}
+    mappings = mappings_of({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
+    return {name for name, each in model.state_dict().items() if not is_in(mappings, each)}
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 import shmload
 from shmload._building import build
-from shmload._building.mapped import Spans
+from shmload._building.mapped import is_in
 from shmload._host.descriptors import inode_of
+from shmload._host.procfs import mappings_of
 from shmload._host.shm import SHM_DIR
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("remembers")]
@@ -32,9 +33,9 @@ def decoded():
 
 def private_nbytes(models):
     """Return how many bytes of some models' weights are in no segment."""
-    spans = Spans({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
+    mappings = mappings_of({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
     weights = [each for model in models for each in model.state_dict().values() if each.numel()]
-    return sum(each.nbytes for each in weights if spans.find(each) is None)
+    return sum(each.nbytes for each in weights if not is_in(mappings, each))
 
 
 def models_of(pipe):

@@ -15,7 +15,7 @@ from torch import nn
 import shmload
 from shmload._building import placing
 from shmload._devices.waiting import Waiting
-from shmload._host.procfs import mappings
+from shmload._host.procfs import mappings_of
 from shmload._host.shm import shm_names
 from shmload._segments.segment import attach
 
@@ -77,7 +77,7 @@ def test_pages_are_the_segments_own(saved, device, evicts):
     with contextlib.ExitStack() as closing:
         attached = filter(None, map(attach, shm_names()))
         inodes = {closing.enter_context(segment).inode for segment in attached}
-    found = [there for there in mappings(inodes) if there.permissions == "r--s"]
+    found = [there for there in mappings_of(inodes) if there.permissions == "r--s"]
     assert found
     shared = {(there.start, there.end) for there in found}
     pinned = {(start, -(-(start + n) // 4096) * 4096) for start, n in device.registered.items()}

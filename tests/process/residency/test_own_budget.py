@@ -55,7 +55,7 @@ def other_decode(path):
     (planned,) = shmload.plan(path, dtype="bfloat16", keep=True).shards
     part = acquire(planned.segment)
     header = (1 << 12).to_bytes(8, "little") + b" " * 4088
-    part.prepare(Layout(header=header, pieces=(), data_nbytes=1 << 20))
+    part.prepare(Layout(header=header, pieces=(), nbytes=len(header) + (1 << 20)))
     return part
 
 

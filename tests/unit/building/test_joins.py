@@ -8,9 +8,10 @@ import torch
 from comparing import as_bytes
 
 from shmload._building.blocks_maker import Joins
-from shmload._building.mapped import Spans
+from shmload._building.mapped import is_in
 from shmload._host.descriptors import inode_of
 from shmload._host.memory import PAGE_NBYTES
+from shmload._host.procfs import mappings_of
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def whole(segment):
 
 
 def is_mapped(tensor, segment):
-    return Spans({inode_of(os.fstat(segment))}).find(tensor) is not None
+    return is_in(mappings_of({inode_of(os.fstat(segment))}), tensor)
 
 
 def test_one_contiguous_tensor_stays_where_it_is(segment, whole):
