@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shmload._building.maker import Maker, is_left_to_library
+from shmload._building.maker import Maker
 from shmload._building.options import BYPASSING_KEYWORDS, QUANTISING_KEYWORDS, Options
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.rule import Rule
@@ -300,9 +300,7 @@ def _bound(destination: Destination | None, source: Source, dtype: object) -> De
         return destination
     from shmload._building.module_trees import components_of
 
-    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
-    known = dtype if source.is_pipeline or not is_left_to_library(dtype) else None
-    placement = place(components_of(source, known), destination.device_map, destination.inventory())
+    placement = place(components_of(source, dtype), destination.device_map, destination.inventory())
     # The default is for models without a checkpoint, such as models that the caller passes.
     first = next(iter(placement.execution_devices.values()))
     decided = {"": first} | placement.device_map

@@ -5,11 +5,12 @@ without memory, and each tensor counts with the dtype that it will have when it 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from shmload._building.maker import is_left_to_library
 from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
@@ -88,27 +89,27 @@ def whole_classes(model: torch.nn.Module) -> set[str]:
     }
 
 
-def components_of(
-    source: Source, torch_dtype: object, only: Collection[str] | None = None
-) -> tuple[Component, ...]:
-    """Describe the components of a source that have weights, in its order; read headers only.
+def components_of(source: Source, torch_dtype: object) -> tuple[Component, ...]:
+    """Describe the wanted components of a source that have weights; read headers only.
 
     Args:
         source: the source to place.
         torch_dtype: as for `load_pipeline`.
-        only: names of the wanted components; None for all.
 
     Returns:
-        The components with the sizes that they will have when they are loaded. A component that is
-        quantised, whose class is unknown, or whose files only the library reads, is indivisible and
-        has the size of its files.
+        The components, in the source's order, with the sizes that they will have when they are
+        loaded. A component that is quantised, whose class is unknown, or whose files only the
+        library reads, is indivisible and has the size of its files.
     """
+    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
+    if not source.is_pipeline and is_left_to_library(torch_dtype):
+        torch_dtype = None
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
     found = []
     for name in source.components or tuple(by_name):
         if name in by_name:
             found.append(_describe(by_name[name], torch_dtype))
-        elif only is None or name in only:
+        elif name in source.unread:
             # The library alone reads its weights, if it has any.
             files = plain_weights_in(source.folder_of(name))
             if files:

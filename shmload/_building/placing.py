@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shmload._building.classes import components_by_name
-from shmload._building.maker import Maker, is_left_to_library
+from shmload._building.maker import Maker
 from shmload._building.mapped import is_in, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
@@ -100,9 +100,7 @@ def require_fit(
     is_opaque = maker.is_of_pipelines and not source.is_pipeline
     if is_opaque or (is_one_device and destination.max_memory is None):
         return
-    # For a model of transformers `auto` is the dtype that sizes are computed with anyway.
-    is_theirs = not source.is_pipeline and is_left_to_library(dtype)
-    described = components_of(source, None if is_theirs else dtype, only=source.unread)
+    described = components_of(source, dtype)
     if not any(each.module.is_unit for each in described):
         passed = [component_of(name, model) for name, model in _models_in(kwargs).items()]
         _decide([*described, *passed], destination)

@@ -152,9 +152,8 @@ def plan(
     placement = None
     if (device_map, max_memory, inventory) != (None, None, None):
         with paused_gc():
-            described = library("module_trees").components_of(
-                found, settle_dtype(wanted.dtype, found), components
-            )
+            dtype = settle_dtype(wanted.dtype, found)
+            described = library("module_trees").components_of(found, dtype)
         devices = choose_inventory(inventory, max_memory)
         placement = place(described, "auto" if device_map is None else device_map, devices)
     return Plan(

@@ -93,6 +93,14 @@ def test_limit_may_be_tiny_or_larger_than_all(saved, accelerators, limit):
     assert_as_on_the_host(got, reference(source, torch.bfloat16))
 
 
+@pytest.mark.parametrize("given", [{"components": ["vae"]}, {"text_encoder": None}], ids=str)
+def test_strategy_within_a_limit_places_what_is_loaded(saved, accelerators, streams, given):
+    source = saved("flux")
+    got = load(source, device_map="balanced", max_host_memory="64KiB", **given)
+    assert streams
+    assert all(is_on_accelerator(p) for m in models_of(got).values() for p in m.parameters())
+
+
 # What only the build finds out --------------------------------------------------------------------
 
 

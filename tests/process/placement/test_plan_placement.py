@@ -57,6 +57,13 @@ def test_component_without_safetensors_is_not_forgotten(copied):
     assert list(wanted.components) == ["transformer"]
 
 
+@pytest.mark.libraries
+def test_component_that_the_class_does_not_take_needs_no_place(saved):
+    asked = {"pipeline_class": "FluxPriorReduxPipeline", "inventory": "1GiB"}
+    planned = shmload.plan(saved("flux"), **asked).placement
+    assert list(planned.components) == ["text_encoder", "text_encoder_2"]
+
+
 # The answer ---------------------------------------------------------------------------------------
 
 
