@@ -220,6 +220,11 @@ class Holdings:
         """Return the parts, of which bytes may be missing, with their shards."""
         return [(shard, held) for shard, held in self.opened() if isinstance(held, Part)]
 
+    def unfilled_nbytes(self) -> int:
+        """Return how many bytes of the parts have no memory yet."""
+        found = [os.fstat(part.fd) for _, part in self.unfinished()]
+        return sum(each.st_size - 512 * each.st_blocks for each in found)
+
     # Ending ---------------------------------------------------------------------------------------
 
     def close(self, *, is_discarded: bool = False) -> None:

@@ -29,7 +29,7 @@ from shmload._host.memory import free_pages
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress
-from shmload._loading.room import chosen_budget
+from shmload._loading.room import chosen_budget, require_memory
 from shmload._loading.trace import Phase, current, during
 from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
@@ -155,7 +155,7 @@ class Load:
             reason: what needs them.
 
         Raises:
-            MemoryLimitExceeded: the caller has set the bound.
+            MemoryLimitExceeded: the caller has set the bound, or memory is short.
         """
         bound, self._bound = self._bound, None
         if bound and bound.limit_nbytes is not None:
@@ -168,6 +168,7 @@ class Load:
                 limit="max_host_memory",
             )
         if self._allowance:
+            require_memory(self.holdings.unfilled_nbytes())
             logger.info("%s: the host holds all weights: %s", self._source.given, reason)
             self._allowance.lift()
 

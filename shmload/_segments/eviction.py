@@ -50,8 +50,8 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
         evictable: how many bytes could be evicted for them.
 
     Raises:
-        SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
+        SharedMemoryFull: it has enough, but the file system at /dev/shm is too small.
     """
     for error, room, limit, remedy in _limits() if nbytes else ():
         left = max(0, room + evictable)
@@ -71,8 +71,18 @@ def room_nbytes() -> int:
 
 
 def _limits() -> Iterator[tuple[type[CapacityError], int, str, str]]:
-    """Yield each limit on segments: its error, the room for new ones, its name and the remedy."""
+    """Yield each limit on segments: its error, the room for new ones, its name and the remedy.
+
+    That of /dev/shm comes last: parts without names have only the others.
+    """
     promised = unwritten_nbytes(part_names())  # to the parts of other loads
+    kept = promised + _MARGIN_NBYTES
+    of_group = cgroup_free_nbytes()
+    if of_group is not None:
+        remedy = "raise the container's memory limit"
+        yield MemoryLimitExceeded, of_group - kept, "the memory control group", remedy
+    remedy = "free some with `shmload rm` or stop a process"
+    yield MemoryLimitExceeded, machine_free_nbytes() - kept, "the machine's memory", remedy
     yield (
         SharedMemoryFull,
         shm_free_nbytes() - promised,
@@ -81,13 +91,6 @@ def _limits() -> Iterator[tuple[type[CapacityError], int, str, str]]:
         f"/dev/shm | sort -h | tail`); or enlarge it, {format_nbytes(shm_total_nbytes())}: `mount "
         "-o remount,size=90% /dev/shm`, `docker run --shm-size`, or an emptyDir of medium Memory",
     )
-    kept = promised + _MARGIN_NBYTES
-    of_group = cgroup_free_nbytes()
-    if of_group is not None:
-        remedy = "raise the container's memory limit"
-        yield MemoryLimitExceeded, of_group - kept, "the memory control group", remedy
-    remedy = "free some with `shmload rm` or stop a process"
-    yield MemoryLimitExceeded, machine_free_nbytes() - kept, "the machine's memory", remedy
 
 
 def choose_victims(

@@ -22,6 +22,7 @@ from shmload._decoding.allowance import Bound
 from shmload._devices import destination
 from shmload._devices.destination import Destination
 from shmload._runtimes.runtime import Runtime
+from shmload._segments import eviction
 
 pytestmark = pytest.mark.libraries
 
@@ -139,6 +140,11 @@ def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
     assert streams == []
     with pytest.raises(shmload.MemoryLimitExceeded, match="max_host_memory"):
         load(source, max_host_memory="64KiB")
+    monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 0)  # is not where they would be
+    assert_as_on_the_host(load(source), reference(source, torch.bfloat16))
+    monkeypatch.setattr(eviction, "machine_free_nbytes", lambda: 0)
+    with pytest.raises(shmload.MemoryLimitExceeded, match="the machine's memory leaves 0"):
+        load(source)
 
 
 def test_weight_that_is_changed_while_the_pipeline_is_built(
