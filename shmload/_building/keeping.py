@@ -62,6 +62,7 @@ def store(
     *,
     is_pinned: bool = False,
     checks_code: bool = False,
+    waits: bool = False,
 ) -> Stored:
     """Write an object into its own segment, which gets its name.
 
@@ -71,6 +72,7 @@ def store(
         metadata: what the segment's header is to say, but for `needs`.
         is_pinned: whether it is never evicted.
         checks_code: whether it is restored only where its classes have the code of today.
+        waits: as for `made_room`.
 
     Raises:
         CannotKeep: a part of it cannot be kept.
@@ -89,7 +91,7 @@ def store(
         needs = lenders.keep()
         record = Record(structure=apart.structure, regions=places, code=code)
         metadata = msgspec.structs.replace(metadata, needs=needs, dtype=lenders.dtype())
-        segment = _write(part, record, metadata, own, is_pinned=is_pinned)
+        segment = _write(part, record, metadata, own, is_pinned=is_pinned, waits=waits)
     copied = sum(place.nbytes for place in places if place.segment < 0)
     shared = sum(place.nbytes for place in places if place.segment >= 0)
     return Stored(segment, copied, shared, needs)
@@ -102,6 +104,7 @@ def _write(
     own: Sequence[Region] = (),
     *,
     is_pinned: bool = False,
+    waits: bool = False,
 ) -> Segment:
     """Write a record and the bytes of regions, and give the part its name; return the segment."""
     contents = {str(number): (_dtype_of(each), _memory(each)) for number, each in enumerate(own)}
@@ -113,7 +116,7 @@ def _write(
         specs.append(TensorSpec(name, dtype, shape, begin, begin + content.nbytes))
     header = Header(tensors=tuple(specs), metadata=None, data_offset=0)
     layout = lay_out(header, lambda spec: spec.dtype, metadata)
-    with made_room(layout.nbytes, chosen_budget(), is_cancelled=bool):
+    with made_room(layout.nbytes, chosen_budget(), is_cancelled=bool, waits=waits):
         part.prepare(layout)
     written = Segment(part.name, part.fd).read_header()
     for spec in written.tensors:

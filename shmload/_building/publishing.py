@@ -130,7 +130,8 @@ def publish_version(thing: Any, asked: Publication, *, is_pinned: bool) -> Publi
     source = Publication(asked.name, number).source
     try:
         with part:
-            kept = store(part, thing, make_metadata(source, "", RAW.text), is_pinned=is_pinned)
+            metadata = make_metadata(source, "", RAW.text)
+            kept = store(part, thing, metadata, is_pinned=is_pinned, waits=True)
     except (ShmloadError, OSError, MemoryError):
         raise
     except Exception as exc:  # whatever a class does when it is restored

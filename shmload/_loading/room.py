@@ -48,7 +48,7 @@ def chosen_budget() -> Budget | None:
 
 @contextlib.contextmanager
 def made_room(
-    nbytes: int, budget: Budget | None, is_cancelled: Callable[[], bool]
+    nbytes: int, budget: Budget | None, is_cancelled: Callable[[], bool], *, waits: bool = True
 ) -> Iterator[list[SegmentInfo]]:
     """Make room for new segments; give their parts their length inside the block.
 
@@ -56,6 +56,7 @@ def made_room(
         nbytes: size of the segments, in bytes.
         budget: limit for all that is resident; None for memory alone.
         is_cancelled: asked now and then; when true, the wait for room ends.
+        waits: for loads that decode now, and may then give room within the budget.
 
     Yields:
         The segments that were evicted for it.
@@ -68,7 +69,7 @@ def made_room(
     if not nbytes:
         yield gone
     elif budget:
-        with _room_within(budget, nbytes, is_cancelled) as gone:
+        with _room_within(budget, nbytes, is_cancelled, waits=waits) as gone:
             yield gone
     else:
         with _turn(is_cancelled):
@@ -127,15 +128,16 @@ def _turn(is_cancelled: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_within(
-    budget: Budget, nbytes: int, is_cancelled: Callable[[], bool]
+    budget: Budget, nbytes: int, is_cancelled: Callable[[], bool], *, waits: bool
 ) -> Iterator[list[SegmentInfo]]:
     """Make room within a budget, one load at a time; wait while other loads decode.
 
     Raises:
-        CapacityError: no load decodes whose end could give room, or `wait_timeout_s` has passed.
+        CapacityError: no load decodes whose end could give room and is waited for, or
+            `wait_timeout_s` has passed.
     """
     began_at = time.monotonic()
-    ends_at = began_at + settings().wait_timeout_s
+    ends_at = began_at + (settings().wait_timeout_s if waits else _TURN_S)
     last_busy_at = -math.inf
     has_told = False
     while not is_cancelled():
@@ -147,7 +149,8 @@ def _room_within(
                 try:
                     evicted = evict_for(nbytes, budget, others)
                 except CapacityError as exc:
-                    if nbytes > budget.nbytes or now - last_busy_at > _SETTLE_S:
+                    is_settled = now - last_busy_at > _SETTLE_S
+                    if is_settled or not waits or nbytes > budget.nbytes:
                         raise
                     if now > ends_at:
                         exc.args = (

@@ -1,5 +1,6 @@
 """One process builds what the others wait for; what is kept needs room, and goes with its model."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,8 +15,10 @@ from remembering import BF16, change_weights_at_the_same_time, kept, load
 import shmload
 from shmload._building import keeping
 from shmload._building.makers import PipelineMaker
+from shmload._loading import room
 from shmload._segments.eviction import evictable
-from shmload._segments.part import Awaited
+from shmload._segments.layout import Layout
+from shmload._segments.part import Awaited, acquire
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -190,6 +193,24 @@ def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
     assert_equal(load(source), reference(source, BF16))
     assert kept() == []
     assert "each process builds it" in caplog.text
+
+
+def test_finished_load_waits_for_no_room_to_keep_what_it_has_built(
+    saved, configure, monkeypatch, caplog
+):
+    monkeypatch.setattr(room, "_QUIET_S", 0)
+    source = saved("stable-diffusion")
+    # Another load decodes, so that all is full until that ends.
+    (other,) = shmload.plan(saved("flux"), components=["vae"], keep=True).shards
+    needed = shmload.plan(source, dtype=BF16, keep=True).decode_nbytes
+    configure(budget=needed + (1 << 20), wait_timeout_s=1)
+    with contextlib.closing(acquire(other.segment)) as part:
+        part.prepare(Layout(header=b"", pieces=(), nbytes=1 << 20))
+        load(source)
+    assert kept() == []
+    assert len(shmload.segments()) == 4
+    assert "each process builds it" in caplog.text
+    assert "waiting" not in caplog.text
 
 
 @pytest.mark.parametrize("damaged", ["the end", "the header", "the length"])
