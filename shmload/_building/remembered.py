@@ -190,21 +190,25 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     tries = {Level.WHOLE: made}
     if "" not in models:
         tries[Level.MODELS] = types.SimpleNamespace(**models)
+    tries[Level.NOTHING] = None
     reason = ""
     for level, thing in tries.items():
-        says = f"{level.value}: {reason}" if reason else level.value
+        metadata = built_metadata(key.file, f"{level.value}: {reason}" if reason else level.value)
         try:
+            if level is Level.NOTHING:
+                keep_nothing(part, metadata)
+                break
             _require_lasting(made, models, before)
             if level is Level.MODELS:  # another class's code may have changed them
                 code_of([type(made)])
             if not key.holds():
                 raise CannotKeepHere("its files have changed while it was built")
-            kept = store(part, thing, built_metadata(key.file, says), checks_code=True)
+            kept = store(part, thing, metadata, checks_code=True)
         except (ShmloadError, OSError, MemoryError, CannotKeepHere) as exc:
             level_of_log = logging.WARNING if isinstance(exc, CapacityError) else logging.INFO
             logger.log(level_of_log, "%s: each process builds it: %s", key.file, str(exc))
             forget_locals(exc, None)
-            return made
+            break
         except Exception as exc:  # as many kinds as there are objects
             reason = why_not_kept(exc).partition("\n")[0]
             forget_locals(exc, None)
@@ -214,8 +218,7 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
                 recalled = _recall(segment, key)  # the one copy; what was made goes
                 is_whole = recalled is not None and recalled.level is Level.WHOLE
                 return recalled.thing if recalled and is_whole else made
-        return made
-    keep_nothing(part, built_metadata(key.file, f"{Level.NOTHING.value}: {reason}"))
+        break
     return made
 
 

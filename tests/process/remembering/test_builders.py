@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from comparing import assert_equal, reference
+from diffusers import StableDiffusionPipeline
 from remembering import BF16, change_weights_at_the_same_time, kept, load
 
 import shmload
@@ -184,11 +185,13 @@ def test_of_changed_files_it_is_garbage(copied):
     assert len(shmload.segments()) == 3  # of the files that are as they were
 
 
-def test_without_room_the_load_goes_on(saved, monkeypatch, caplog):
+@pytest.mark.parametrize("can_be_kept", [True, False])
+def test_without_room_the_load_goes_on(saved, monkeypatch, caplog, can_be_kept):
     def refuse(*_, **__):
         raise shmload.SharedMemoryFull("there is no room")
 
     source = saved("stable-diffusion")
+    monkeypatch.setattr(StableDiffusionPipeline, "_load_connected_pipes", not can_be_kept)
     monkeypatch.setattr(keeping, "made_room", refuse)
     assert_equal(load(source), reference(source, BF16))
     assert kept() == []
