@@ -153,6 +153,7 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         from shmload._building.parts import CannotKeepHere
         from shmload._building.stored import restore
 
+    outer = sys.exception()  # of the program
     try:
         level = Level(segment.read_metadata().kept.partition(":")[0])
         if level is Level.NOTHING:
@@ -162,12 +163,12 @@ def _recall(segment: Segment, key: Key) -> _Kept | None:
         return kept
     except (CannotKeepHere, OSError, MemoryError) as exc:  # it holds for others
         logger.info("%s: this process builds it for itself: %s", key.file, str(exc))
-        forget_locals(exc, None)
+        forget_locals(exc, outer)
         return _Kept(Level.NOTHING, types.SimpleNamespace())
     except (SegmentError, ValueError) as exc:  # damaged, or of another time
         reason = exc.reason if isinstance(exc, PublicationError) else str(exc)
         logger.info("%s: not recalled: %s", key.file, reason)
-        forget_locals(exc, None)
+        forget_locals(exc, outer)
         return None
 
 
@@ -186,6 +187,7 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
     from shmload._building.mapped import models_in
     from shmload._building.parts import CannotKeepHere
 
+    outer = sys.exception()  # of the program
     models = models_in(made)
     tries = {Level.WHOLE: made}
     if "" not in models:
@@ -207,11 +209,11 @@ def _keep(part: Part, key: Key, made: Any, before: "torch.Tensor | None") -> Any
         except (ShmloadError, OSError, MemoryError, CannotKeepHere) as exc:
             level_of_log = logging.WARNING if isinstance(exc, CapacityError) else logging.INFO
             logger.log(level_of_log, "%s: each process builds it: %s", key.file, str(exc))
-            forget_locals(exc, None)
+            forget_locals(exc, outer)
             break
         except Exception as exc:  # as many kinds as there are objects
             reason = why_not_kept(exc).partition("\n")[0]
-            forget_locals(exc, None)
+            forget_locals(exc, outer)
             continue
         with kept.segment as segment:
             if level is Level.WHOLE and kept.copied_nbytes >= _MUCH_NBYTES:

@@ -265,6 +265,26 @@ def test_program_that_replaces_code_builds_for_itself(saved, built, replace, mon
     assert len(built) == 2
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_error_that_the_program_handles_keeps_its_locals(saved, built, monkeypatch, is_kept):
+    def fail():
+        mine = "value"
+        raise RuntimeError(mine)
+
+    source = saved("stable-diffusion")
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "_load_connected_pipes", not is_kept)
+    if is_kept:  # and not recalled below
+        load(source)
+        replace_a_constructor(monkeypatch)
+    try:
+        fail()
+    except RuntimeError as error:
+        load(source)
+        frame = error.__traceback__.tb_next.tb_frame
+    assert frame.f_locals == {"mine": "value"}
+    assert len(built) == 1 + is_kept
+
+
 # What is not remembered ---------------------------------------------------------------------------
 
 
