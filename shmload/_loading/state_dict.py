@@ -118,8 +118,8 @@ def wrap(fd: int, name: str, segment: Descriptor | None = None) -> "dict[str, to
     Args:
         fd: descriptor of the file; stays the caller's.
         name: the file's name in errors.
-        segment: the file's, if it is one. If it is shared, the mapping has a lease on it instead of
-            the lock.
+        segment: the file's, if it is one. If it has a name, the mapping has a lease on it instead
+            of the lock.
 
     Raises:
         CheckpointError: the header is wrong, or a tensor has a dtype that torch lacks.
@@ -176,8 +176,8 @@ def torch_dtypes() -> "dict[str, torch.dtype]":
 
 
 def _map(fd: int, segment: Descriptor | None) -> mmap.mmap:
-    """Map a file; one of a shared segment ends its lease when it goes."""
-    if not isinstance(segment, Segment) or not segment.is_shared:
+    """Map a file; the mapping of a segment with a name has a lease on it."""
+    if not isinstance(segment, Segment) or not segment.has_name:
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     with Descriptor(reopen(fd)) as own:
         mapped = mmap.mmap(own.fd, 0, access=mmap.ACCESS_COPY)

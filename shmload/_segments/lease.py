@@ -79,15 +79,15 @@ class Lease:
         """Record that the segment is used now; after `close` does nothing."""
         if found := self._closing.peek():
             _, _, (fd, _), _ = found
-            _note_use(fd)
+            note_use(fd)
 
 
 def _give_back(fd: int, name: str, wait_s: float = LISTING_S) -> None:
-    _note_use(fd)
+    note_use(fd)
     give_back(Segment(name, fd), wait_s=wait_s)
 
 
-def _note_use(fd: int) -> None:
+def note_use(fd: int) -> None:
     """Note that a segment was in use until now."""
     with contextlib.suppress(PermissionError):  # the process has become another user since
         os.utime(fd)

@@ -106,6 +106,17 @@ def test_what_is_idle_for_its_time_goes_with_the_next_load(shards, evicts, keep_
     assert [info.source for info in shmload.segments()] == [str(shards[1])]
 
 
+def test_time_begins_when_what_was_loaded_is_given_back(shards, evicts):
+    shmload.warm(shards[0], dtype="bfloat16", keep_for="1h")
+    state = shmload.load_state_dict(shards[0], "bfloat16")
+    idle_for(_HOUR_S)
+    del state
+    assert shmload.collect_garbage() == []
+    with shmload.view(shards[0], dtype="bfloat16"):
+        idle_for(_HOUR_S)
+    assert shmload.collect_garbage() == []
+
+
 def test_load_of_what_is_due_uses_it(shards, evicts, command):
     assert command("warm", shards[0], "--dtype", "bf16", "--keep-for", "1h")[0] == 0
     assert "59 min" in str(shmload.models())
