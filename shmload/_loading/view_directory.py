@@ -1,7 +1,7 @@
 """View directories: they look like a source, and stay; their weights are links to pinned segments.
 
-Guarantee: nothing that shmload did not make is replaced or removed. A call that was killed leaves a
-directory that the same call completes.
+Guarantee: no file that shmload did not make is replaced or removed, and nothing is written through
+a link. A call that was killed leaves a directory that the same call completes.
 """
 
 import json
@@ -162,22 +162,41 @@ def _fill(place: Path, shown: Entries) -> None:
     marker = place / MARKER
     marker.touch()
     written = set(os.fsdecode(marker.read_bytes()).split("\0"))
-    marker.write_bytes(os.fsencode("\0".join(sorted(written | shown.files.keys()))))
-    for name in (*shown.links, *shown.files):
-        path = place / name
-        if os.path.lexists(path) and not path.is_symlink() and name not in written:
-            raise ViewRefused(f"{path} is no file of the view directory; move it away", path=path)
-    for folder, _, files in os.walk(place):
-        for path in (Path(folder, each) for each in files):
-            if _leads_to_segment(path) and str(path.relative_to(place)) not in shown.links:
-                path.unlink()  # weights that the source has no more
+    going = _going(place, shown, written)
+    # The marker comes first, and is replaced as they are: whole, or not at all.
+    files = {MARKER: os.fsencode("\0".join(sorted(written | shown.files.keys()))), **shown.files}
+    for path in going:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in shown.folders:
         (place / name).mkdir(exist_ok=True)
     new = place / f"{MARKER}-new"
-    for name in (*shown.links, *shown.files):
+    for name in (*files, *shown.links):
         new.unlink(missing_ok=True)
-        if name in shown.links:
-            new.symlink_to(shown.links[name])
+        if name in files:
+            new.write_bytes(files[name])
         else:
-            new.write_bytes(shown.files[name])
+            new.symlink_to(shown.links[name])
         new.replace(place / name)
+
+
+def _going(place: Path, shown: Entries, written: Collection[str]) -> list[Path]:
+    """Return what is to go before a directory is filled, each folder after what is in it.
+
+    That is weights that the source has no more, links where folders are to be, and folders where
+    links are to be.
+
+    Raises:
+        ViewRefused: a file that shmload did not make is in the way.
+    """
+    going, made = [], shown.links.keys() | shown.files.keys()
+    for path in sorted(place.rglob("*"), reverse=True):  # it enters no link
+        name, *above = map(str, (path.relative_to(place), *path.relative_to(place).parents))
+        is_link = path.is_symlink()
+        is_folder = path.is_dir() and not is_link
+        is_in_the_way = name in (made if is_folder else shown.folders) or made.intersection(above)
+        if is_link or is_folder or name in written:
+            if is_in_the_way or (name not in made and _leads_to_segment(path)):
+                going.append(path)
+        elif is_in_the_way or name in made:
+            raise ViewRefused(f"{path} is no file of the view directory; move it away", path=path)
+    return going

@@ -1,9 +1,11 @@
 """A view directory stays: links to pinned segments, which the same call makes anew."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -135,6 +137,40 @@ def test_directory_that_came_with_a_marker_has_nothing_outside_removed(
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+@pytest.fixture
+def snapshot(saved, tmp_path, evicts):
+    """A pipeline as in a hub cache: each file is a link to a blob."""
+    source, snapshot, blobs = saved("stable-diffusion"), tmp_path / "snapshot", tmp_path / "blobs"
+    shutil.copytree(source, blobs)
+    for file in filter(Path.is_file, Path(source).rglob("*")):
+        link = snapshot / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blobs / file.relative_to(source))
+    return snapshot
+
+
+def layout(folder):
+    return {path: path.is_symlink() and os.readlink(path) for path in folder.rglob("*")}
+
+
+@pytest.mark.libraries
+def test_other_components_give_another_layout_and_leave_the_source(snapshot, place, tmp_path):
+    before = layout(snapshot)
+    shmload.view_directory(snapshot, place, dtype="bfloat16", components=["unet"])
+    narrow = layout(place)
+    shmload.view_directory(snapshot, place, dtype="bfloat16")
+    assert layout(snapshot) == before
+    fresh = shmload.view_directory(snapshot, tmp_path / "fresh", dtype="bfloat16")
+    assert layout(place) == {place / k.relative_to(fresh): to for k, to in layout(fresh).items()}
+    shmload.view_directory(snapshot, place, dtype="bfloat16", components=["unet"])
+    assert layout(place) == narrow
+    shmload.view_directory(snapshot, place, dtype="bfloat16")
+    (place / "vae" / "mine").write_text("mine")
+    with pytest.raises(shmload.ViewRefused, match="vae/mine is no file of the view directory"):
+        shmload.view_directory(snapshot, place, dtype="bfloat16", components=["unet"])
+    assert weights_of(place / "vae")
+
+
 def test_killed_call_is_completed_by_the_same_call(folder, place, monkeypatch):
     """It leaves what it has made until then, and a link that has no name yet."""
     left = 3
@@ -154,6 +190,22 @@ def test_killed_call_is_completed_by_the_same_call(folder, place, monkeypatch):
     shmload.view_directory(folder, place, dtype="bfloat16")
     assert_same(weights_of(place), as_bf16(TENSORS))
     assert {*os.listdir(place)} == {*os.listdir(folder), MARKER}
+
+
+def test_call_that_ends_while_it_writes_a_file_is_completed(folder, place, monkeypatch):
+    (folder / "config.json").write_text('{"dtype": "float32"}')
+    shmload.view_directory(folder, place, dtype="bfloat16")
+
+    def fill_the_disk(self, content):
+        self.open("wb").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_bytes", fill_the_disk)
+    with pytest.raises(shmload.ViewRefused, match="No space left"):
+        shmload.view_directory(folder, place, dtype="bfloat16")
+    monkeypatch.undo()
+    shmload.view_directory(folder, place, dtype="float16")
+    assert json.loads((place / "config.json").read_text()) == {"dtype": "float16"}
 
 
 def test_command(command, folder, place):
