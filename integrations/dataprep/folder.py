@@ -25,13 +25,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from shmload._host.files import TEMPORARY_SUFFIX
+from shmload._host.files import TEMPORARY_FILES
 from shmload.errors import ArgumentError, ResultsError, needing
 from shmload.integrations.dataprep.shards import (
     FORMATS,
+    Listed,
     Row,
     Task,
     refused,
+    refusing,
     results_error,
     write_whole,
 )
@@ -91,21 +93,15 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
         self._format, self._size = format, shard_items
         self._facts = {**facts, "format": format, "shard_items": str(shard_items)}
         self._keys: set[bytes] = set()
-        try:
+        with refusing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self.path / _FACTS, os.O_RDWR | os.O_CREAT, 0o666), "r+")
-        except OSError as exc:
-            raise refused(self.path, exc) from exc
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._claim()
-        except BlockingIOError as exc:
-            self._file.close()
-            reason = "is written by another job; wait for its end, or give another folder"
-            raise results_error(self.path, reason) from exc
-        except BaseException:
-            self._file.close()
-            raise
+            try:
+                self._claim()
+            except BaseException:
+                with contextlib.suppress(OSError):  # it writes what it has again
+                    self._file.close()
+                raise
 
     def __exit__(self, *exc_info: object) -> None:
         self._file.close()
@@ -135,7 +131,8 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
             self.report.items += len(part)
             self.report.shards += 1
             if errors is None or (errors and retry):
-                (self.path / _INDEX).unlink(missing_ok=True)
+                with refusing(self.path):
+                    (self.path / _INDEX).unlink(missing_ok=True)
                 self.report.computed += len(part)
                 rows = [
                     Row.of(place, item, name)
@@ -144,23 +141,26 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
                 yield Task(rows, str(self._path(number)), self._format)
             else:
                 self.report.failed += len(errors)
-        if self._path(self.report.shards).with_suffix(".json").exists():
+        if self._beyond(".json"):
             raise self._mismatch(f"it has more than these {self.report.items} items")
 
     def finish(self) -> Report:
-        """Write the index, once all shards are done."""
+        """Write the index, once all shards are done, and remove what killed processes left."""
 
         def write(file: BinaryIO) -> None:
             for number in range(self.report.shards):
                 path = self._path(number)
-                listed = msgspec.json.decode(path.with_suffix(".json").read_bytes())
-                for key in listed["keys"]:
-                    error = listed["errors"].get(key)
+                content = path.with_suffix(".json").read_bytes()
+                listed = msgspec.json.decode(content, type=Listed)
+                for key in listed.keys:
+                    error = listed.errors.get(key)
                     line = {"key": key} | ({"error": error} if error else {"shard": path.name})
                     file.write(msgspec.json.encode(line) + b"\n")
 
-        for left in self.path.glob(f"*{TEMPORARY_SUFFIX}"):  # of processes that were killed
-            left.unlink()
+        temporary = [path for path in self.path.glob(TEMPORARY_FILES) if path.is_file()]
+        with refusing(self.path):
+            for left in (*temporary, *self._beyond(self._suffix)):
+                left.unlink()
         if not (self.path / _INDEX).exists():
             write_whole(self.path / _INDEX, write, durable=True)
         return self.report
@@ -169,17 +169,37 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
         """Return the path of a shard's files, without their suffixes."""
         return self.path / f"shard-{number:05}"
 
+    def _beyond(self, suffix: str) -> list[Path]:
+        """Return the files of shards that the items do not reach."""
+        pattern = f"shard-*{suffix}"
+        numbers = ((path, path.stem.removeprefix("shard-")) for path in self.path.glob(pattern))
+        return [
+            path
+            for path, number in numbers
+            if number.isdecimal() and int(number) >= self.report.shards
+        ]
+
     def _mismatch(self, reason: str) -> ResultsError:
         remedy = "give another folder, or the items and facts of before. Nothing was changed"
         return results_error(self.path, f"has the results of another job: {reason}; {remedy}")
 
     def _claim(self) -> None:
-        """Compare the facts with those of the folder, or write them if it has no results."""
+        """Lock it; compare the facts with those there, or write them if it has no results."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            reason = "is written by another job; wait for its end, or give another folder"
+            raise results_error(self.path, reason) from exc
         if any(self.path.glob("shard-*.json")):
-            there = json.loads(self._file.read() or "{}")
-            for name, _ in sorted({*there.items()} ^ {*self._facts.items()}):
+            try:
+                there = dict(json.loads(self._file.read() or "{}"))
+            except (ValueError, TypeError) as exc:
+                reason = f"is damaged: {exc}; give another folder"
+                raise results_error(self.path / _FACTS, reason) from exc
+            for name in sorted({*there, *self._facts}):
                 was, now = there.get(name), self._facts.get(name)
-                raise self._mismatch(f"its {name} is {was!r}, and now {now!r}")
+                if was != now:
+                    raise self._mismatch(f"its {name} is {was!r}, and now {now!r}")
         else:
             self._file.truncate()
             json.dump(self._facts, self._file, indent=1, sort_keys=True)
@@ -208,15 +228,15 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
         """Return the errors of a shard that is done, by key; None if it is to be done."""
         path = self._path(number).with_suffix(".json")
         try:
-            listed = msgspec.json.decode(path.read_bytes())
+            listed = msgspec.json.decode(path.read_bytes(), type=Listed)
         except (FileNotFoundError, msgspec.DecodeError):  # cut, by a loss of power
             return None
-        there: list[str] = listed["keys"]
-        if there != keys[: len(there)]:
+        except OSError as exc:
+            raise refused(path, exc) from exc
+        if listed.keys != keys[: len(listed.keys)]:
             raise self._mismatch(f"{path.name} lists other items")
         is_whole = path.with_suffix(self._suffix).exists()
-        errors: dict[str, str] = listed["errors"]
-        return errors if is_whole and len(there) == len(keys) else None
+        return listed.errors if is_whole and len(listed.keys) == len(keys) else None
 
 
 class Results(Sequence[Any]):
@@ -234,7 +254,7 @@ class Results(Sequence[Any]):
         errors: why the others have none, by key.
 
     Raises:
-        ResultsError: there is no index; the job has not ended.
+        ResultsError: there is no index; the job has not ended. Or a file is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -252,6 +272,8 @@ class Results(Sequence[Any]):
         except FileNotFoundError as exc:
             reason = "has no index of results; run the job that writes it to its end"
             raise results_error(self.folder, reason) from exc
+        except Exception as exc:  # of what a damaged file can have
+            raise refused(self.folder, exc) from exc
         self.keys = list(self._shards)
 
     def __len__(self) -> int:

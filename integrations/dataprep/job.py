@@ -200,7 +200,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
         Raises:
             JobError, ShmloadError: as `map`; shards that are done stay.
-            ArgumentError: two items have the same key.
+            ArgumentError: two items have the same key, or a fact is no text.
             ResultsError: the folder is another job's, or has other results, or cannot be written.
         """
         known = self._facts(facts or {})
@@ -231,6 +231,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
             "device": self._setup.device.partition(":")[0],
             "version": "2",
         }
+        for name, value in facts.items():
+            if not (isinstance(name, str) and isinstance(value, str)):
+                raise ArgumentError(f"facts has {value!r} as {name!r}; give text")
         if taken := known.keys() & facts.keys():
             raise ArgumentError(
                 f"facts has {min(taken)!r}, which the folder records itself; choose another name"

@@ -8,8 +8,9 @@ before the list gets its name. The same results in the same order give the same 
 versions of the libraries.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -56,6 +57,15 @@ class Row(NamedTuple):
             return cls(number, b"", key, refusal)
 
 
+class Listed(msgspec.Struct):
+    """What the list of a shard has."""
+
+    keys: list[str]
+    """Of its items, in their order."""
+    errors: dict[str, str]
+    """Of those that failed, by key."""
+
+
 class Task(NamedTuple):
     """Items whose results are returned, or written as a shard."""
 
@@ -92,7 +102,7 @@ def write_shard(task: Task, call: Callable[[Row], Any]) -> dict[str, str]:
 
     # Durable, since the list may count without it.
     write_whole(task.path + suffix, lambda file: write(file, stored), durable=True)
-    listed = {"keys": [row.key for row in rows], "errors": failed}
+    listed = Listed([row.key for row in rows], failed)
     write_whole(task.path + ".json", lambda file: file.write(msgspec.json.encode(listed)))
     return failed
 
@@ -110,9 +120,19 @@ def write_whole(
     Raises:
         ResultsError: the file system refuses it.
     """
+    with refusing(path), replacing(path, durable=durable) as file:
+        write(file)
+
+
+@contextlib.contextmanager
+def refusing(path: str | Path) -> Iterator[None]:
+    """Raise a `ResultsError` about a file of results, or their folder, if the file system refuses.
+
+    Args:
+        path: of the file or folder.
+    """
     try:
-        with replacing(path, durable=durable) as file:
-            write(file)
+        yield
     except OSError as exc:
         raise refused(path, exc) from exc
 

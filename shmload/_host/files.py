@@ -16,8 +16,8 @@ from typing import BinaryIO, NamedTuple, Self
 from shmload._host.limits import too_many_files
 from shmload.errors import ShardMissing, ShardUnreadable
 
-TEMPORARY_SUFFIX = ".tmp"
-"""Temporary files are called NAME.8HEXDIGITS plus this suffix."""
+TEMPORARY_FILES = "*." + "[0-9a-f]" * 8 + ".tmp"
+"""A glob pattern of the temporary files that `replacing` makes."""
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def replacing(
     Raises:
         OSError: it cannot be written.
     """
-    temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}{TEMPORARY_SUFFIX}"
+    temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as file:

@@ -1,5 +1,6 @@
 """A folder of results: the same bytes after any kill, and a clear error for what cannot be."""
 
+import errno
 import json
 import os
 import resource
@@ -127,6 +128,29 @@ def test_items_may_be_added_at_the_end(job, folder, tmp_path, digest_of):
     assert digest_of(folder) == digest_of(tmp_path / "whole")
 
 
+def test_arrays_without_a_list_go_when_fewer_items_follow(job, folder, tmp_path, digest_of):
+    made = job()
+    made.write(squares, range(20), folder, shard_items=8)
+    (folder / "shard-00001.json").unlink()
+    with pytest.raises(shmload.ResultsError, match="it has more than these 8 items"):
+        made.write(squares, range(8), folder, shard_items=8)
+    for name in ("shard-00002.json", "index.jsonl"):  # as after kills, once the arrays were there
+        (folder / name).unlink()
+    made.write(squares, range(8), folder, shard_items=8)
+    made.write(squares, range(8), tmp_path / "whole", shard_items=8)
+    assert digest_of(folder) == digest_of(tmp_path / "whole")
+
+
+def test_only_temporary_files_of_shmload_go(job, folder):
+    left = ["mine.tmp", "shard-mine.safetensors", "folder.00000000.tmp", "results.json"]
+    (folder / "folder.00000000.tmp").mkdir(parents=True)
+    for name in ("mine.tmp", "shard-mine.safetensors", "shard-00000.json.01234abc.tmp"):
+        (folder / name).touch()
+    job().write(squares, range(3), folder)
+    made = ["index.jsonl", "shard-00000.json", "shard-00000.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(left + made)
+
+
 def test_failed_items_are_tried_again_when_asked(job, folder, first_time):
     def fail_once(pipe, item):
         if item == 3 and first_time("failure"):
@@ -190,6 +214,7 @@ def test_wrong_arguments_are_refused(job, folder):
         ({"format": "zip"}, "format is 'zip'; it must be one of safetensors"),
         ({"shard_items": 0}, "shard_items is 0"),
         ({"facts": {"seed": "1"}}, "facts has 'seed'"),
+        ({"facts": {"crop": [1, 2]}}, r"facts has \[1, 2\] as 'crop'; give text"),
         ({"key": int}, "the key of item 0 is 0; give text"),
         ({"key": lambda item: "\udcff"}, "give text that UTF-8 can encode"),
     ]:
@@ -231,6 +256,43 @@ def test_folder_that_cannot_be_written_is_an_error(job, tmp_path):
     for folder in (tmp_path / "file", "/proc/results"):
         with pytest.raises(shmload.ResultsError, match="cannot be written"):
             job().write(squares, range(3), folder)
+
+
+def test_what_cannot_be_read_or_locked_is_an_error(job, folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    made = job()
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", refuse)
+        with pytest.raises(shmload.ResultsError, match="No locks available"):
+            made.write(squares, range(3), folder)
+    made.write(squares, range(3), folder)
+    facts, listed = folder / "results.json", folder / "shard-00000.json"
+    whole = listed.read_bytes()
+    listed.unlink()
+    listed.mkdir()
+    with pytest.raises(shmload.ResultsError, match=r"shard-00000\.json cannot be .*directory"):
+        made.write(squares, range(3), folder)
+    listed.rmdir()
+    listed.write_bytes(whole)
+    for content in (b"cut", b"\xff", b"[1]"):
+        facts.write_bytes(content)
+        with pytest.raises(shmload.ResultsError, match=r"results\.json is damaged"):
+            made.write(squares, range(3), folder)
+        with pytest.raises(shmload.ResultsError, match=str(folder)):
+            dataprep.Results(folder)
+
+
+def test_disk_that_is_full_from_the_start_is_an_error(job, folder):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with pytest.raises(shmload.ResultsError, match="cannot be written"):
+            job().write(squares, range(3), folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert job().write(squares, range(3), folder).computed == 3
 
 
 # Reading ------------------------------------------------------------------------------------------
