@@ -24,6 +24,7 @@ from shmload._building.structure import Structure, put_together
 from shmload._checkpoints.header import Header
 from shmload._checkpoints.library import whole_libraries
 from shmload._host.collector import paused_gc
+from shmload._host.limits import allow_descriptors
 from shmload._host.procfs import mappings_of
 from shmload._segments.listing import segments
 from shmload._segments.segment import Segment, attach
@@ -72,7 +73,9 @@ def restore(source: str, own: Segment) -> tuple[Any, int]:
     with contextlib.ExitStack() as closing:
         segments = [closing.enter_context(own)]
         own.touch()
-        for name in own.read_metadata().needs:
+        needs = own.read_metadata().needs
+        allow_descriptors(2 * (len(needs) + 1))  # a segment's, and its lease's
+        for name in needs:
             segment = attach(name)
             if segment is None:
                 raise _broken(source, f"its segment {name} is gone")

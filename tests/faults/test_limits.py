@@ -77,6 +77,24 @@ def test_hard_limit_of_open_files_is_named_with_the_remedy(many, child, shm_name
     assert shm_names() == []
 
 
+RECALL = """
+import os, resource, sys
+import diffusers, shmload
+name, (source, sharded) = "AutoencoderKL", sys.argv[1:]
+diffusers.AutoencoderKL.from_pretrained(source).save_pretrained(sharded, max_shard_size="2KB")
+shmload.publish(shmload.load_model(name, sharded, keep=True), "vae")
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+print("RECALLED", type(shmload.load_model(name, "shm:vae")).__name__, flush=True)
+"""
+
+
+@pytest.mark.libraries
+def test_recall_raises_the_soft_limit_of_open_files(saved, tmp_path, evicts, child):
+    process = child(RECALL, saved("flux") / "vae", tmp_path / "sharded")
+    assert process.expect("RECALLED") == "AutoencoderKL"
+
+
 def test_limit_of_processes_is_named(monkeypatch):
     def fail(*args, **kwargs):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
