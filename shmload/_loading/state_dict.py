@@ -161,7 +161,7 @@ def as_tensor(
     if nbits < 8:
         shape = (*shape[:-1], shape[-1] * nbits // 8)
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(content, dtype=dtype)
     return flat if len(shape) == 1 else flat.view(shape)
 

@@ -123,6 +123,13 @@ def test_each_tensor_has_a_storage_of_its_own(single, evicts, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_default_device_is_for_what_the_program_makes(single, evicts, kind):
+    with torch.device("meta"):
+        state = shmload.load_state_dict(single, **KINDS[kind])
+    assert all(tensor.is_cpu for tensor in state.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_writing_is_private(single, evicts, kind):
     before = single.read_bytes()
     state = shmload.load_state_dict(single, **KINDS[kind])
