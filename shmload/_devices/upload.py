@@ -205,6 +205,10 @@ class Upload:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def is_small_for(self, nbytes: int) -> bool:
+        """Tell whether so many bytes would have larger slots."""
+        return self._slot_nbytes < min(nbytes, _SLOT_NBYTES)
+
     def close(self) -> None:
         """Wait for the copies, end the threads and release the slots; a second call is fine."""
         with contextlib.ExitStack() as closing:  # all, also if one fails

@@ -294,7 +294,8 @@ class Waiting:
         memory = self._allocate(layout.nbytes)
         if not layout.nbytes:
             return memory
-        if self._upload is None:
+        if self._upload is None or self._upload.is_small_for(layout.nbytes):
+            self._close_upload()
             self._upload = Upload(layout.nbytes, self.runtime)
             self._close_upload = close = weakref.finalize(self, self._upload.close)
             close.atexit = False  # the end of the process releases all

@@ -143,3 +143,12 @@ def test_weights_in_no_segment_wait_too(device):
         wanted = model(torch.ones(1, 4))
         shmload.to_device(model, {"0": 0, "1": "offload"})
         assert torch.equal(model(torch.ones(1, 4)), wanted)
+
+
+def test_slots_suit_the_largest_block(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1 << 18))
+    with torch.no_grad():
+        wanted = model(torch.ones(1, 4))
+        shmload.to_device(model, {"": "offload"})
+        assert torch.equal(model(torch.ones(1, 4)), wanted)
+    assert max(device.registered.values()) >= model[1].weight.nbytes
