@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from shmload._host.descriptors import Descriptor, close, try_lock, unlock
-from shmload._host.shm import is_named, removed, shm_open, shm_rename, shm_unlink, write_at
+from shmload._host.shm import is_named, removed, reopen, shm_open, shm_rename, shm_unlink, write_at
 from shmload._segments.layout import Layout
 from shmload._segments.listing import holders
 from shmload._segments.metadata import DIGEST_OFFSET, read_metadata
@@ -66,16 +66,21 @@ class Part(Descriptor):
         mark = SHARED if stay is Stay.SHARED else PINNED if is_pinned else 0
         if mark:  # before the rename: if this process dies after it, the mode tells who removes it
             os.fchmod(self.fd, 0o600 | mark)
-        if stay is Stay.PRIVATE:
-            if is_mine:
-                shm_unlink(part_name(self.name))
-        else:
-            shm_rename(part_name(self.name), self.name)
-        # After the rename: if this process dies before it, the next builder must be able to write.
-        os.fchmod(self.fd, READ_ONLY | mark)
-        try_lock(self.fd, exclusive=False)
+        with Descriptor(reopen(self.fd)) as readable:
+            if stay is Stay.PRIVATE:
+                if is_mine:
+                    shm_unlink(part_name(self.name))
+            else:
+                shm_rename(part_name(self.name), self.name)
+            # After the rename: if this process dies before it, the next builder must be able to
+            # write.
+            os.fchmod(self.fd, READ_ONLY | mark)
+            for fd in (self.fd, readable.fd):
+                try_lock(fd, exclusive=False)
+            unlock(self.fd)  # mappings of the part would keep that lock
+            # Keep the descriptor's number: another thread may be mapping the part by that number.
+            os.dup2(readable.fd, self.fd, inheritable=False)
         self._is_published = True
-        # The part keeps the descriptor's number: another thread may be mapping it by that number.
         return Segment(self.name, self.fd)
 
     def close(self) -> None:
@@ -121,7 +126,10 @@ class Awaited(Descriptor):
                 is_part = is_named(self.fd, part_name(self.name))
                 metadata = read_metadata(self.fd)
                 if not is_part and metadata and metadata.digest:
-                    return finished(self.name, self.take())
+                    fd = reopen(self.fd)  # this one can write
+                    try_lock(fd, exclusive=False)
+                    self.close()
+                    return finished(self.name, fd)
                 unlock(self.fd)  # or our own lock would keep us from taking over
                 found = acquire(self.name, needs_name=self._needs_name)
                 self.close()

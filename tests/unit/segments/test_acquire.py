@@ -1,5 +1,6 @@
 """`acquire` and `attach` return what a name refers to, even if another process acts in between."""
 
+import os
 import time
 
 import pytest
@@ -69,6 +70,19 @@ def test_part_that_is_removed_before_its_lock_is_taken_is_made_again(name, befor
         assert isinstance(found, Part)
         assert is_named(found.fd, part_name(name))
     assert shm_names() == []
+
+
+def test_neither_builder_nor_waiter_can_write_to_what_is_complete(name):
+    part, awaited = acquire(name), acquire(name)
+    part.prepare(LAYOUT)
+    with part.publish(DIGEST, Stay.RESIDENT) as built, awaited.wait(10) as attached:
+        for each in (built, attached):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(each.fd, b"x", 0)
+        for each in (built, attached):
+            assert remove_idle([name]).used == [name]
+            each.close()
+    assert remove_idle([name]).idle == [name]
 
 
 def test_name_that_is_another_segments_after_the_look_at_mappings_is_not_removed(name, before):
