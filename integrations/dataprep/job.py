@@ -48,8 +48,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
         procs: how many processes.
         device: where the models go: `cpu`; `cuda`, of which each process gets the next; `cuda:1`.
         threads: of each process, for torch. The last bit of some results depends on their number.
-        preload: modules that the function needs, imported once for all processes; torch, diffusers
-            and transformers always are.
+        preload: modules that the function needs, imported once for all processes; with a source,
+            torch, diffusers and transformers always are.
         seed: of random numbers, together with an item's number; an integer.
         timeout_s: a process that needs longer for an item counts as hung, and is killed; None for
             never.
@@ -132,6 +132,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
             ItemFailed: the function raised an error, which is its `__cause__`; or three processes
                 have ended at the item.
             JobError: a process has ended before it could work.
+            CapacityError: a limit, such as `ulimit -v`, forbids a process.
             ShmloadError: the pipeline cannot be loaded.
         """
         numbered = enumerate(items)

@@ -25,8 +25,11 @@ from multiprocessing import connection, forkserver, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from shmload._host.changes import forks_wait
 from shmload._host.collector import freeze
+from shmload._host.limits import explained, process_refused, require_file_size
 from shmload._host.procs import die_with_parent, how_it_ended
 from shmload.errors import JobError
 from shmload.integrations.dataprep.crossing import MEMORY_NBYTES, Memory
@@ -35,9 +38,9 @@ from shmload.integrations.handles import Handle
 SETUP = "SHMLOAD_JOB_SETUP"
 """The variable with what `prepare_server` gets."""
 
-# Forked processes lack the threads that a library starts; a bar would start one; and the wait for
-# other ranks of a launcher is none of a job's.
-_ONES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TQDM_DISABLE", "LOCAL_WORLD_SIZE")
+# Forked processes lack the threads that a library starts.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_NAME = "a process of the job"
 _END_TIMEOUT_S = 10.0
 _THREADS_TIMEOUT_S = 1.0
 # A process that sends half a message and then nothing for so long counts as ended: after a kill its
@@ -112,26 +115,32 @@ class Process:
 
     Raises:
         JobError: the fork server has ended.
+        CapacityError: a limit of the program forbids it.
     """
 
     def __init__(self, server: ForkServer, entry: object) -> None:
         self.pid = 0
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STUCK_S, 0))
-        self.connection = connection.Connection(ours.detach())
-        fd = os.memfd_create("shmload-job")
-        with theirs, open(fd, "wb") as file:
+        with explained(_NAME), contextlib.ExitStack() as if_failed, contextlib.ExitStack() as given:
+            require_file_size(_NAME, MEMORY_NBYTES)
+            file = given.enter_context(open(os.memfd_create("shmload-job"), "wb"))
             file.truncate(MEMORY_NBYTES)
-            self.memory = Memory(fd)
+            self.memory = if_failed.enter_context(contextlib.closing(Memory(file.fileno())))
+            ours, theirs = socket.socketpair()
+            given.enter_context(theirs)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STUCK_S, 0))
+            self.connection = if_failed.enter_context(connection.Connection(ours.detach()))
+            descriptors = [theirs.fileno(), file.fileno()]
             try:
-                self.sentinel, start = server.connect_to_new_process([theirs.fileno(), fd])
+                self.sentinel, start = server.connect_to_new_process(descriptors)
                 with open(start, "wb") as told:
                     # What multiprocessing tells a new process, but for the main module.
                     pickle.dump({"sys_path": sys.path}, told)
                     pickle.dump(entry, told)
             except OSError as exc:
-                raise JobError(f"the fork server of the job has ended: {exc}") from exc
+                ended = JobError(f"the fork server of the job has ended: {exc}")
+                raise process_refused(_NAME, exc) or ended from exc
+            if_failed.pop_all()
 
     def begin(self) -> None:
         """Take its process id, once it is ready; raises an EOFError if its server has ended."""
@@ -214,19 +223,25 @@ def prepare_server(text: str) -> None:
     freeze()  # or a collection in a forked process would copy every page that it visits
 
 
+def set_threads(count: int) -> None:
+    """Set the number of torch's threads in this process, also if torch is imported later."""
+    os.environ.update(dict.fromkeys(_THREADS, str(count)))
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(count)
+
+
 @functools.cache
 def prepared(setup: Setup) -> tuple[Any, Exception | None]:
     """Import the libraries and load the pipeline; return it, or the error of that.
 
     A process that is forked from the server finds what the server has returned.
     """
-    os.environ.update(dict.fromkeys(_ONES, "1"))
+    set_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # to wait for a launcher's other ranks is not a job's
+    tqdm.monitor_interval = 0  # even a disabled bar would start a thread
     pipe = None
     try:
         if setup.handle is not None:
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # even a disabled bar would start a thread
             pipe = Handle.from_text(setup.handle).load()
         for module in setup.preload:
             importlib.import_module(module)

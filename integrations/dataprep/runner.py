@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shmload.errors import ArgumentError, JobError
 from shmload.integrations.dataprep.crossing import Memory, Parcel, dump, dump_error
-from shmload.integrations.dataprep.processes import Setup, inherited, prepared
+from shmload.integrations.dataprep.processes import Setup, inherited, prepared, set_threads
 from shmload.integrations.dataprep.shards import Row, Task, write_shard
 
 Function = Callable[[Any, Any], Any]
@@ -44,8 +44,7 @@ class Entry(NamedTuple):
         try:
             if error:
                 raise error
-            if torch := sys.modules.get("torch"):
-                torch.set_num_threads(self.setup.threads)
+            set_threads(self.setup.threads)
             if pipe is not None and self.setup.device != "cpu":
                 move(pipe, self.setup.device, self.place)
         except Exception as exc:  # the outermost loop: the job must learn of any error

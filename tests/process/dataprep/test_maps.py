@@ -216,6 +216,28 @@ def test_job_is_closed_when_no_descriptor_is_free(job):
     watched.wait_for_the_end()
 
 
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [
+        ("RLIMIT_NOFILE", lambda: os.dup(0) + 4),
+        ("RLIMIT_FSIZE", lambda: 1 << 30),
+        ("RLIMIT_AS", lambda: 100 << 30),  # the first process took 64
+    ],
+)
+def test_limit_that_forbids_a_process_is_named(job, limit, allowed):
+    made = job()
+    assert list(made.map(same, [0])) == [0]  # in the first process
+    number = getattr(resource, limit)
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, (allowed(), before[1]))
+    try:
+        with pytest.raises(shmload.CapacityError, match=f"{limit} is .*; raise it with `ulimit"):
+            list(made.map(same, [0, 1]))
+    finally:
+        resource.setrlimit(number, before)
+    assert list(made.map(same, [0, 1])) == [0, 1]
+
+
 @pytest.mark.slow
 def test_hung_item_is_ended_after_the_timeout(job, first_time):
     def hang_once(pipe, item):
@@ -262,6 +284,26 @@ def test_thread_of_a_preloaded_module_may_be_ending(job, tmp_path, monkeypatch):
     (tmp_path / "preloaded.py").write_text("from threading import *; Timer(0.1, int).start()")
     monkeypatch.syspath_prepend(tmp_path)
     assert list(job(preload=["preloaded"]).map(same, [1])) == [1]
+
+
+def test_threads_are_those_of_torch_whenever_it_is_imported(job):
+    def threads(pipe, item):
+        was_there = "torch" in sys.modules
+        import torch
+
+        return was_there, torch.get_num_threads()
+
+    assert list(job(threads=2).map(threads, [0])) == [(False, 2)]
+    assert list(job(threads=2, preload=["torch"]).map(threads, [0])) == [(True, 2)]
+
+
+def test_bars_of_a_function_start_no_thread(job):
+    def show(pipe, item):
+        from tqdm import tqdm
+
+        return list(tqdm([item], disable=False)), threading.active_count()
+
+    assert list(job().map(show, [7])) == [([7], 1)]
 
 
 # Uses ---------------------------------------------------------------------------------------------
