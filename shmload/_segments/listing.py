@@ -139,13 +139,13 @@ def names_by_inode() -> dict[Inode, str]:
     return {segment.inode: segment.name for segment in open_segments()}
 
 
-def publications_by_segment() -> dict[str, list[str]]:
-    """Return the segments of the publications that need a segment, by its name."""
-    found: dict[str, list[str]] = {}
+def needing_by_segment() -> dict[str, dict[str, bool]]:
+    """Return the segments that need a segment, by its name, each with whether a load built it."""
+    found: dict[str, dict[str, bool]] = {}
     for segment in open_segments():
-        metadata = read_metadata(segment.fd)
-        for name in metadata.needs if metadata else ():
-            found.setdefault(name, []).append(segment.name)
+        if metadata := read_metadata(segment.fd):
+            for name in metadata.needs:
+                found.setdefault(name, {})[segment.name] = bool(metadata.kept)
     return found
 
 

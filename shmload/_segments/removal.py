@@ -9,13 +9,13 @@ they were seen in use.
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from shmload._host.descriptors import try_lock, unlock, wait_lock
 from shmload._host.procfs import mappers
 from shmload._host.shm import shm_unlink
-from shmload._segments.listing import publications_by_segment, segments_by_lock
+from shmload._segments.listing import needing_by_segment, segments_by_lock
 from shmload._segments.names import segment_names, unfinished_names
 from shmload._segments.segment import Segment, attach, peek
 from shmload._segments.view import remove_dead_views
@@ -97,7 +97,8 @@ def remove_idle(
     """Remove the segments that no process of this user holds or maps.
 
     A process that maps a segment without a lease keeps its memory, so the name stays too. While the
-    mappings are read the locks are held, so no process attaches a segment meanwhile.
+    mappings are read the locks are held, so no process attaches a segment meanwhile. What a load
+    has built goes with the first of what it needs, unless it is pinned.
 
     Args:
         names: of the segments; a publication before what it needs.
@@ -114,11 +115,12 @@ def remove_idle(
         with _hold_free(names[start : start + _BATCH], patience_s, look) as held:
             going = list(filter(condition, held))
             mapped = mappers([segment.inode for segment in going])
-            # Under the locks: no publication that needs one of them can be begun now.
-            needing = publications_by_segment() if going else {}
+            # Under the locks: nothing that needs one of them can be begun now.
+            needing = needing_by_segment() if going else {}
             for segment in sorted(going, key=lambda each: names.index(each.name)):
+                needed_by = needing.get(segment.name, {})
                 if mapped.get(segment.inode, set()).difference(ignored) or (
-                    set(needing.get(segment.name, ())).difference(look.idle)
+                    _is_needed(needed_by, look.idle)
                 ):
                     look.used.append(segment.name)
                 # A process that has waited for the lock for a second builds the segment anew. If
@@ -127,6 +129,19 @@ def remove_idle(
                     look.idle.append(segment.name)
                     shm_unlink(segment.name)
     return look
+
+
+def _is_needed(needed_by: Mapping[str, bool], gone: list[str]) -> bool:
+    """Remove what loads have built over an idle segment; tell whether something needs it still.
+
+    Args:
+        needed_by: as `needing_by_segment` has it.
+        gone: what is removed already, and gets the names of what is removed here.
+    """
+    left = needed_by.keys() - gone
+    if left and all(needed_by[name] for name in left):
+        gone += remove_idle([*left], condition=lambda segment: not segment.is_pinned).idle
+    return not left.issubset(gone)
 
 
 def remove_if_free(name: str) -> bool:

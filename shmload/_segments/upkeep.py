@@ -172,10 +172,12 @@ def find_garbage() -> list[str]:
 
     Holds each segment's lock for a moment; a process that wants the lock waits that long.
     """
+    idle = evictable(segments())
+    due = {info.name for info in idle if info.is_shared or info.is_due or not info.is_current}
     unused = [
         info.name
-        for info in evictable(segments())
-        if (info.is_shared or info.is_due or not info.is_current)
+        for info in idle
+        if info.name in due or (info.kept and not due.isdisjoint(info.needs))
     ]
     parts = filter(is_free, unfinished_names())
     return [*unused, *parts, *dead_views()]

@@ -72,13 +72,17 @@ def test_pipeline_is_what_the_library_loads_and_stays_the_same_object(made, sour
     assert (figures.hits, figures.loads, figures.given_up) == (1, 2, 0)
 
 
-def test_least_recently_used_goes_with_its_memory(made, sources, size, room):
+@pytest.mark.parametrize("remember", [0, 1])
+def test_least_recently_used_goes_with_its_memory(made, configure, sources, size, room, remember):
+    configure(remember=remember)
     switcher = made(sources, room(2))
     for name in "aba":
         with switcher.use(name):
             pass
     with switcher.use("c"):
-        assert resident() == 2 * size
+        built = [info.nbytes for info in shmload.segments() if info.kept]
+        assert len(built) == 2 * remember
+        assert resident() == 2 * size + sum(built)
         assert switcher.figures.held_nbytes <= room(2)
     with switcher.use("a"):
         pass

@@ -12,6 +12,7 @@ import pytest
 from comparing import assert_equal, reference
 from diffusers import StableDiffusionPipeline
 from remembering import BF16, change_weights_at_the_same_time, kept, load
+from warming import idle_for
 
 import shmload
 from shmload._building import keeping
@@ -20,6 +21,7 @@ from shmload._loading import room
 from shmload._segments.eviction import evictable
 from shmload._segments.layout import Layout
 from shmload._segments.part import Awaited, acquire
+from shmload._segments.upkeep import find_garbage
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -166,6 +168,21 @@ def test_it_goes_with_its_model(saved):
     assert model.dtype == "bfloat16"
     shmload.evict(source)
     assert not shmload.segments()
+
+
+def test_it_goes_with_what_was_idle_for_its_time(saved):
+    source = saved("stable-diffusion")
+    shmload.warm(source, dtype=BF16, keep_for="1h")
+    pipe = load(source)
+    names = [info.name for info in shmload.segments()]
+    idle_for(2 * 3600)
+    assert shmload.collect_garbage() == []
+    assert kept() == ["whole"]
+    del pipe
+    gc.collect()
+    idle_for(2 * 3600)
+    assert sorted(find_garbage()) == sorted(names)
+    assert sorted(shmload.collect_garbage()) == sorted(names)
 
 
 def test_idle_models_make_room_for_others(saved):

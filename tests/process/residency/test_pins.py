@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from warming import SHM
+from warming import SHM, idle_for
 
 import shmload
 from shmload._doctor import diagnose
@@ -21,13 +21,6 @@ _HOUR_S = 3600
 
 def pinned():
     return [info.source for info in shmload.segments() if info.is_pinned]
-
-
-def idle_for(seconds):
-    """Make all resident segments look as if they were last used so long ago."""
-    for info in shmload.segments():
-        then = time.time() - seconds
-        os.utime(SHM / info.name, (then, then))
 
 
 @pytest.fixture
