@@ -30,6 +30,8 @@ _SMALL_NBYTES = 32 << 20
 
 # The pipelines of this process, by their handles' text.
 _loaded: dict[str, Any] = {}
+# The texts of the handles that `share` returned and that are open.
+_open: list[str] = []
 _loading = add_lock()
 
 _texts = msgspec.json.Decoder(tuple[dict[str, Any], str])
@@ -52,8 +54,8 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
 
     text: str
     """The handle as one line of JSON, for an environment variable or a message."""
-    _held: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The pipeline that keeps the segments, in the handle that `share` returned; else empty."""
+    _closing: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What closes the handle that `share` returned, once; else empty."""
 
     def __post_init__(self) -> None:
         self._read()
@@ -139,7 +141,8 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
         arguments, _ = self._read()
         limit_inherited_threads()
         with _loading:
-            if self.text not in _loaded:
+            pipe = _loaded.get(self.text)
+            if pipe is None:
                 pipe = load_pipeline(**arguments, **how, share=True)
                 # After the load, which itself notices a file that changes while it reads: if the
                 # files are unchanged now, they were unchanged during the load.
@@ -150,16 +153,18 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
                         path=arguments["source"],
                     )
                 _loaded[self.text] = pipe
-            return _loaded[self.text]
+            return pipe
 
     def close(self) -> None:
         """Have this process forget the pipeline; a second call does nothing.
 
-        The pipeline stays valid, here and in other processes, as long as code refers to it. A later
-        `load` loads it again.
+        An equal handle that `share` returned keeps it until that is closed, too. The pipeline stays
+        valid, here and in other processes, as long as code refers to it. A later `load` loads it
+        again.
         """
-        _loaded.pop(self.text, None)
-        self._held.clear()
+        for close in self._closing:
+            close()
+        _forget(self.text)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -200,10 +205,22 @@ def share(
         As `Handle.of`, and as `load_pipeline`.
     """
     handle = Handle.of(source, **arguments)
-    weakref.finalize(handle, _loaded.pop, handle.text, None).atexit = False
-    handle._held.append(handle.load(workers=workers, verify=verify, progress=progress))
+    _open.append(handle.text)
+    handle._closing.append(weakref.finalize(handle, _close, handle.text))
+    handle._closing[0].atexit = False
+    handle.load(workers=workers, verify=verify, progress=progress)
     remove_leftovers()  # not earlier: the load may have used leftovers of the same pipeline
     return handle
+
+
+def _close(text: str) -> None:
+    _open.remove(text)
+    _forget(text)
+
+
+def _forget(text: str) -> None:
+    if text not in _open:
+        _loaded.pop(text, None)
 
 
 def _digest(source: Source, components: Collection[str] | None) -> str:

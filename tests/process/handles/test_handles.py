@@ -107,6 +107,18 @@ def test_loading_shares_again_when_no_process_holds_the_segments(handle, shm_nam
     assert shm_names() == []
 
 
+def test_pipeline_stays_until_the_last_of_equal_handles_is_closed(handle, source, shm_names):
+    pipe = handle.load()
+    for end in (shmload.Handle.close, id):  # it is closed, or dropped
+        end(shmload.share(source, torch_dtype=torch.bfloat16))
+        assert handle.load() is pipe
+    with shmload.share(source, torch_dtype=torch.bfloat16) as equal:
+        handle.close()
+        assert equal.load() is pipe
+    del pipe
+    assert shm_names() == []
+
+
 def test_sharing_what_is_resident_has_it_stay(source, shm_names, evicts):
     names = sorted(shmload.warm(source, torch_dtype=torch.bfloat16).segments)
     shmload.share(source, torch_dtype=torch.bfloat16).close()
