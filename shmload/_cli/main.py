@@ -28,10 +28,8 @@ class _Group(click.Group):
         try:
             return super().main(*args, **kwargs)
         except OSError as exc:  # click itself handles a closed pipe
-            if not is_of_output(exc):
-                raise
-            reason = exc.strerror or str(exc)
-            say(f"shmload: the output cannot be written: {reason}", err=True)
+            what = "the output cannot be written" if is_of_output(exc) else exc.filename
+            say(f"shmload: {what}: {exc.strerror}" if what else f"shmload: {exc}", err=True)
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:  # click's own signature

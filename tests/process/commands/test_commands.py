@@ -2,6 +2,7 @@
 
 import json
 
+import diffusers
 import pytest
 
 import shmload
@@ -52,6 +53,13 @@ def test_failure_is_one_line_and_exit_code_one(command, arguments, sentence):
     assert (code, printed, said.count("\n")) == (1, "", 1)
     assert said.startswith("shmload: ")
     assert sentence in said
+
+
+@pytest.mark.usefixtures("evicts")
+def test_place_that_the_kernel_refuses_is_named_in_one_line(command):
+    published = shmload.publish(diffusers.AutoencoderKL(), "small")
+    said = "shmload: /proc/none: No such file or directory\n"
+    assert command("save", published.source, "/proc/none") == (1, "", said)
 
 
 @pytest.mark.parametrize("verb", ["rm", "warm"])
