@@ -1,5 +1,7 @@
 """Every conversion gives the bits that torch gives, for every pattern of small dtypes."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,21 @@ def test_float64_is_rounded_to_float32_first(target):
     near = np.concatenate([halves, halves * (1 + 2.0**-40), halves * (1 - 2.0**-40)])
     near = np.concatenate([near, np.nextafter(near, np.inf), np.nextafter(near, -np.inf)])
     assert_same(near.view(np.uint64), "F64", target)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_subnormals_stay_in_a_thread_that_flushes_them(source, target):
+    nbytes = FLOAT_NBYTES[source]
+    patterns = np.arange(1 << 8 * min(nbytes, 2), dtype=f"u{nbytes}") << 8 * max(0, nbytes - 2)
+    patterns = patterns[np.abs(values_of(patterns, source)) < 1]  # no NaN, which torch converts
+    expected = by_torch(patterns, source, target)
+    is_flushing = torch.set_flush_denormal(True)
+    try:
+        got = by_converter(patterns, source, target)
+        assert (sys.float_info.min / 2 == 0) == is_flushing
+    finally:
+        torch.set_flush_denormal(False)
+    assert got.tolist() == expected.tolist()
 
 
 @st.composite
