@@ -161,11 +161,12 @@ def _describe(segment: Segment) -> SegmentInfo:
         name=segment.name,
         nbytes=found.st_size,
         done_nbytes=min(found.st_size, 512 * found.st_blocks),  # stat(2): units of 512 bytes
-        is_leased=not try_lock(segment.fd, exclusive=True),
         is_current=_is_of(metadata.source, identity),
         used_at=found.st_mtime,
         is_pinned=segment.is_pinned,
         is_shared=segment.is_shared,
+        # Last: a load waits for this lock, and the source may be on a slow disk.
+        is_leased=not try_lock(segment.fd, exclusive=True),
     )
 
 

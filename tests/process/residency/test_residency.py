@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from warming import CHILD, NBYTES, SHM, TENSORS, as_bf16, assert_same, begun
 
 import shmload
+from shmload._segments import listing
 from shmload._segments.names import name_prefix
 
 # A source that changes ----------------------------------------------------------------------------
@@ -75,6 +76,20 @@ def test_what_is_no_segment_is_not_listed(checkpoint):
         assert shmload.collect_garbage() == []
     finally:
         (SHM / "sem.other").unlink()
+
+
+def test_load_need_not_wait_for_a_listing_that_looks_at_a_slow_disk(checkpoint, monkeypatch):
+    shmload.warm(checkpoint)
+    identify, read_again = listing.identify, []
+
+    def load_and_identify(*args):
+        monkeypatch.setattr(listing, "identify", identify)
+        read_again.append(shmload.warm(checkpoint).read_nbytes)
+        return identify(*args)
+
+    monkeypatch.setattr(listing, "identify", load_and_identify)
+    assert [info.is_current for info in shmload.segments()] == [True]
+    assert read_again == [0]
 
 
 def damage(name, offset, value=None):
