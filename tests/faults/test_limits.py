@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from children import run_to_end
 from doors import decoding_door, refusal
 from safetensors.numpy import save_file
@@ -117,3 +118,14 @@ def test_address_space(tmp_path, evicts, shm_names, limit_kib):
     assert "there is no memory" in done.stderr
     assert "ulimit -v" in done.stderr
     assert shm_names() == []
+
+
+@pytest.mark.parametrize("limit_kib", [8 << 20, 32 << 20])
+def test_limit_of_data_below_and_above_that_of_the_process_that_describes(
+    tmp_path, evicts, limit_kib
+):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(8)}, path)
+    command = [sys.executable, "-m", "shmload", "warm", "--quiet", str(path)]
+    done = run_to_end(["sh", "-c", f'ulimit -d {limit_kib}; exec "$@"', "sh", *command])
+    assert (done.returncode, done.stderr) == (0, "")

@@ -201,8 +201,11 @@ def _why_no_answer(process: procs.Child | None, exc: Exception) -> str:
 def serve(channel: socket.socket, parent_fd: int) -> None:
     """Answer one question after the other."""
     procs.die_with_parent()
-    Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_NBYTES, resource.RLIM_INFINITY))
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(ValueError):  # the hard limit is lower already
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_NBYTES, hard))
     inbox = Inbox(channel)
     while inbox.receive():
         while (frame := inbox.next_frame()) is not None:
