@@ -148,18 +148,14 @@ def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
     Args:
         found: all segments.
     """
-    # Who needs a segment is made after it: from the last to the first.
-    from_last = sorted(found, key=lambda info: info.created_at, reverse=True)
-    last_use: dict[str, float] = {}
-    for info in from_last:
-        users = (last_use.get(each, 0.0) for each in info.needed_by)
-        last_use[info.needs_as] = last_use[info.name] = max([info.used_at, *users])
+    free = (info for info in found if not (info.is_leased or info.is_pinned))
+    waiting = sorted(free, key=lambda info: info.used_at)
     going: list[SegmentInfo] = []
     gone: set[str] = set()
-    for info in sorted(from_last, key=lambda info: (last_use[info.name], len(info.needed_by))):
-        if not (info.is_leased or info.is_pinned) and gone.issuperset(info.needed_by):
-            going.append(info)
-            gone.add(info.needs_as)
+    while info := next((each for each in waiting if gone.issuperset(each.needed_by)), None):
+        waiting.remove(info)
+        going.append(info)
+        gone.add(info.needs_as)
     return going
 
 

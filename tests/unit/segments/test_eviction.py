@@ -41,6 +41,14 @@ def test_what_a_publication_needs_goes_after_it():
         choose_victims([base, other, pinned], 2 * GIB, 9 * GIB, budget)
 
 
+def test_needs_rule_the_order_though_all_were_made_and_used_at_once():
+    base = listed("base", needed_by=("shm:x@1",))
+    needed = listed("needed", source="shm:x@1", needed_by=("shm:y@1", "shm:z@1"))
+    users = [listed(name, source=f"shm:{name}@1") for name in "yz"]
+    victims = choose_victims([base, needed, *users], 4 * GIB, 9 * GIB, service_budget(4 * GIB))
+    assert [info.name for info in victims] == ["y", "z", "needed", "base"]
+
+
 def test_memory_that_cannot_be_freed_is_not_the_budgets_refusal():
     assert names(9 * GIB, 20 * GIB, 0) == ["early", "late"]
 
