@@ -197,7 +197,7 @@ def serve_command(
         contextlib.closing(Keeper(budget_nbytes, len(lines))) as keeper,
         _ending_by_signals(keeper),
     ):
-        for warning in budget_warnings(budget_nbytes, segments()):
+        for warning in budget_warnings(budget_nbytes):
             logger.warning("%s", warning)
         if metrics:
             _serve_metrics(*metrics, keeper)

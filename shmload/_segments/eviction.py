@@ -114,7 +114,7 @@ def choose_victims(
         needed. Whether memory then suffices is known only once they are removed.
 
     Raises:
-        SharedMemoryFull: evicting all of them would still exceed the budget.
+        SharedMemoryFull: the new segments would exceed the budget without all of them.
     """
     found = list(resident)
     over = 0
@@ -128,7 +128,7 @@ def choose_victims(
             break
         victims.append(info)
         freed += info.nbytes
-    if budget and freed < over:
+    if budget and nbytes and freed < over:
         available = max(0, nbytes - (over - freed))
         ways = (
             "end processes that use models (`shmload ls`), or unpin models (`shmload unpin`), or "

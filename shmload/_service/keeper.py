@@ -11,20 +11,18 @@ import contextlib
 import os
 import select
 import socket
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from shmload._host.procfs import cgroup_limit_nbytes
-from shmload._host.shm import shm_total_nbytes
+from shmload._host.shm import shm_nbytes, shm_total_nbytes
 from shmload._segments.eviction import evict_for
-from shmload._segments.listing import SegmentInfo
+from shmload._segments.names import segment_names
 from shmload._segments.removal import remove_expired
 from shmload._service.notice import Notice, Status, service_budget
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import CapacityError
 
 logger = logger_of(__name__)
 
@@ -52,15 +50,10 @@ class Keeper:
         )
         """What `shmload status` shows."""
         self._notice = Notice(self.status)
-        self._stopping = threading.Event()
+        self._is_stopping = False
         self._said = ""
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the service has been told to end."""
-        return self._stopping.is_set()
 
     @property
     def wake_fd(self) -> int:
@@ -74,7 +67,7 @@ class Keeper:
 
     def stop(self) -> None:
         """Tell the service to end; a second call is fine. Safe in a signal handler."""
-        self._stopping.set()
+        self._is_stopping = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x", socket.MSG_DONTWAIT)
 
@@ -82,7 +75,7 @@ class Keeper:
         """Keep the budget until `stop` is called."""
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
-        while not self.is_stopping:
+        while not self._is_stopping:
             self.sweep()
             if poll.poll(_SWEEP_MS):
                 self.stop()
@@ -90,13 +83,20 @@ class Keeper:
     def sweep(self) -> None:
         """Let go of what is idle for its time, and of what exceeds the budget."""
         remove_expired()
+        budget, said = self.status.budget_nbytes, ""
         try:
-            evict_for(0, service_budget(self.status.budget_nbytes))
-            said = ""
-        except (CapacityError, OSError) as exc:  # what exceeds the budget is in use, for instance
-            said = str(exc)
+            evict_for(0, service_budget(budget))
+            nbytes = sum(map(shm_nbytes, segment_names()))
+            if nbytes > budget:
+                said = (
+                    f"{format_nbytes(nbytes)} are resident, more than the budget of "
+                    f"{format_nbytes(budget)}; they are in use (`shmload ls`) or pinned "
+                    "(`shmload unpin`), and go as soon as they are idle"
+                )
+        except OSError as exc:
+            said = f"what is resident cannot be looked at: {exc}"
         if said and said != self._said:
-            logger.warning("the budget is exceeded: %s", said)
+            logger.warning("%s", said)
         self._said = said
 
     def note_preloaded(self, *, is_resident: bool) -> None:
@@ -132,13 +132,8 @@ def default_budget() -> int:
     return min(_limits().values()) // 2
 
 
-def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[str]:
-    """Yield warnings for a budget that cannot be reached or is exceeded already.
-
-    Args:
-        budget: in bytes.
-        resident: all segments at the start of the service.
-    """
+def budget_warnings(budget: int) -> Iterator[str]:
+    """Yield warnings for a budget, in bytes, that cannot be reached."""
     if budget == 0:
         yield "the budget is 0: each load that keeps weights is refused"
     for name, nbytes in _limits().items():
@@ -147,12 +142,6 @@ def budget_warnings(budget: int, resident: Iterable[SegmentInfo]) -> Iterator[st
                 f"the budget is {format_nbytes(budget)} but {name} allows for "
                 f"{format_nbytes(nbytes)}; what is resident stays within that"
             )
-    nbytes = sum(info.nbytes for info in resident)
-    if nbytes > budget:
-        yield (
-            f"{format_nbytes(nbytes)} are resident already, more than the budget of "
-            f"{format_nbytes(budget)}; the excess goes as soon as no process uses it"
-        )
 
 
 def _limits() -> dict[str, int]:

@@ -58,7 +58,8 @@ def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shard
 def test_what_exceeds_the_budget_already_goes_as_soon_as_it_is_idle(service, shards):
     shmload.warm(shards[0], dtype="bfloat16")
     state = shmload.load_state_dict(shards[1], "bfloat16", keep=True)
-    process = service("--budget", str(2 * _SEGMENT - 1))
+    process = service("--budget", str(_SEGMENT - 1))
     until(lambda: resident() == {shards[1]})
-    assert "are resident already, more than the budget" in process.errors
+    until(lambda: "1.00 MiB are resident, more than the budget of 1.00 MiB" in process.errors)
     del state
+    until(lambda: resident() == set())
