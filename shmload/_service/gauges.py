@@ -14,6 +14,7 @@ from shmload import __version__
 from shmload._segments.eviction import room_nbytes
 from shmload._segments.table import models
 from shmload._service.keeper import Keeper
+from shmload._wording import encodable
 from shmload.errors import ShmloadError
 
 
@@ -70,7 +71,7 @@ class Gauges(Collector):
         users = GaugeMetricFamily("shmload_model_users", "Processes that use it.", labels=labels)
         for model in listed:
             if model.is_current:  # an earlier version of its files has the same labels
-                of = (model.name, model.dtype, model.source)
+                of = [encodable(each) for each in (model.name, model.dtype, model.source)]
                 sizes.add_metric(of, model.nbytes)
                 users.add_metric(of, len(model.used_by))
         build = GaugeMetricFamily("shmload_build", "The version, as a label.", labels=("version",))

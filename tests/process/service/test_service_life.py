@@ -91,14 +91,17 @@ def test_service_that_preloads_a_pipeline_imports_no_torch(preload, saved):
     assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def test_metrics_are_those_of_what_is_resident(service, checkpoint):
+@pytest.mark.parametrize("name", ["model.safetensors", "m\udcff.safetensors"])
+def test_metrics_are_those_of_what_is_resident(service, checkpoint, name):
     process = service("--metrics", "127.0.0.1:0")
-    shmload.warm(checkpoint, dtype="bfloat16")
+    shmload.warm(checkpoint.rename(checkpoint.with_name(name)), dtype="bfloat16")
     (url,) = re.findall(r"metrics at (http://127.0.0.1:[0-9]+/metrics)", process.errors)
     with urllib.request.urlopen(url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     (info,) = shmload.segments()
-    of_model = f'dtype="bfloat16",model="{checkpoint.name}",source="{checkpoint}"'
+    shown = name.replace("\udcff", r"\\udcff")
+    source = checkpoint.with_name(shown)
+    of_model = f'dtype="bfloat16",model="{shown}",source="{source}"'
     assert f"shmload_model_bytes{{{of_model}}} {float(info.nbytes)}" in lines
     assert f"shmload_resident_bytes {float(info.nbytes)}" in lines
     assert "shmload_segments 1.0" in lines
