@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import weakref
 from collections.abc import Collection
@@ -34,8 +35,8 @@ _loaded: dict[str, Any] = {}
 _open: list[str] = []
 _loading = add_lock()
 
-_texts = msgspec.json.Decoder(tuple[dict[str, Any], str])
-"""Reads the arguments of `load_pipeline`, and a digest of the source's files."""
+_Said = tuple[dict[str, Any], str]
+"""The arguments of `load_pipeline`, and a digest of the source's files."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
             with whole_libraries():
                 PipelineMaker(pipeline_class).import_classes(found)
             arguments["pipeline_class"] = name_class(pipeline_class)
-        return cls(msgspec.json.encode((arguments, _digest(found, wanted.components))).decode())
+        return cls(_write((arguments, _digest(found, wanted.components))))
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -116,8 +117,7 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
         """
         given, digest = self._read()
         names = sorted(given.keys() & {"pipeline_class", "dtype", "components"})
-        said = {name: msgspec.json.encode(given[name]).decode() for name in names}
-        return {"pipeline": digest, **said}
+        return {"pipeline": digest, **{name: _write(given[name]) for name in names}}
 
     def load(self, **how: Any) -> Any:
         """Return the pipeline, attached to the shared segments.
@@ -172,11 +172,16 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle, (self.text,)
 
-    def _read(self) -> tuple[dict[str, Any], str]:
+    def _read(self) -> _Said:
         try:
-            return _texts.decode(self.text)
-        except msgspec.MsgspecError as exc:
+            return msgspec.convert(json.loads(self.text), _Said)
+        except ValueError as exc:
             raise ArgumentError(f"{self.text[:80]!r} is not the text of a handle: {exc}") from exc
+
+
+def _write(said: object) -> str:
+    """Write JSON in ASCII; a path need not be UTF-8."""
+    return json.dumps(said, separators=(",", ":"))
 
 
 def share(

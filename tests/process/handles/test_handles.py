@@ -181,6 +181,14 @@ def test_text_that_is_no_handle_is_refused(text):
         shmload.Handle.from_text(text)
 
 
+def test_path_that_is_no_utf8_is_shared(source, shm_names):
+    with shmload.share(source.rename(source.with_name("\udcff")), torch_dtype="bfloat16") as shared:
+        pipe = shared.load()
+        assert shared.text.isascii()
+        assert_equal(shmload.Handle.from_text(shared.text).load(), pipe)
+        assert shared.facts["dtype"] == '"bfloat16"'
+
+
 def test_component_alone_cannot_be_shared(source):
     with pytest.raises(shmload.SourceNotFound, match="give a directory or hub id of one"):
         shmload.share(source / "vae")
