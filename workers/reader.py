@@ -207,16 +207,14 @@ class Reader:
         self, pointed: RemoteObject, runs: Runs, wait_longer: Callable[[], None]
     ) -> Views:
         # Not at the top: most shards are files.
+        from concurrent.futures import wait
+
         from shmload._checkpoints.objects import fetch
 
         def wait_for(future: "Future[Any]") -> memoryview:
-            while True:
-                try:
-                    return memoryview(future.result(_SIGN_OF_LIFE_S))
-                except TimeoutError:
-                    if future.done():
-                        raise
-                    wait_longer()
+            while not wait([future], _SIGN_OF_LIFE_S).done:
+                wait_longer()
+            return memoryview(future.result())
 
         threads = self._start_threads()
         groups = join(runs, is_one_range)

@@ -1,9 +1,14 @@
 """A worker fetches the ranges that a piece needs, in the order in which they are needed."""
 
+import contextlib
+from concurrent.futures import Future
+
 import pytest
 
+from shmload._checkpoints import objects
+from shmload._checkpoints.remote import RemoteObject
 from shmload._segments.pieces import Run
-from shmload.workers.reader import RANGE_NBYTES, is_one_range, join
+from shmload.workers.reader import RANGE_NBYTES, Reader, is_one_range, join
 
 MB = 1 << 20
 
@@ -39,3 +44,19 @@ def test_spans_are_joined(spans, wanted):
     assert list(map(ends, found)) == wanted
     assert [run for each in found for run in each] == spans
     assert all(end - begin <= RANGE_NBYTES for begin, end in map(ends, found))
+
+
+def test_range_that_arrives_as_a_wait_ends_is_read(monkeypatch):
+    result = Future.result
+
+    def be_late(future, timeout=None):
+        content = result(future)
+        if timeout is not None:
+            raise TimeoutError
+        return content
+
+    monkeypatch.setattr(Future, "result", be_late)
+    monkeypatch.setattr(objects, "fetch", lambda _, begin, end: bytes(range(begin, end)))
+    shard = RemoteObject(url="https://host/file", nbytes=9, tag="")
+    with contextlib.closing(Reader()) as reader:
+        assert list(map(bytes, reader.read(shard, [span(2, 3)]))) == [b"\2\3\4"]
