@@ -121,7 +121,10 @@ def notify_systemd(message: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+    with (
+        contextlib.suppress(OSError),  # as sd_notify(3) advises
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier,
+    ):
         # A leading @ means the zero byte of an abstract socket address.
         notifier.connect("\0" + address[1:] if address.startswith("@") else address)
         notifier.send(message.encode())

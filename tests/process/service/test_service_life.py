@@ -119,6 +119,14 @@ def test_systemd_is_told_when_it_serves_and_when_it_ends(new_child, evicts, tmp_
         assert process.wait() == 0
 
 
+def test_address_of_systemd_that_leads_nowhere_is_ignored(new_child, evicts, tmp_path):
+    code = f"import os; os.environ['NOTIFY_SOCKET'] = '{tmp_path / 'missing'}'\n"
+    process = new_child(code + "from shmload._cli.main import main; main(['serve'])")
+    until(lambda: "serving" in process.errors)
+    process.process.terminate()
+    assert process.wait() == 0
+
+
 def test_one_of_many_starts_serves(service, new_child):
     processes = {new_child(SERVE) for _ in range(4)}
     waiting = {each.process.stdout: each for each in processes}
