@@ -262,10 +262,14 @@ class Coordinator:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        start_timeout_s = settings().start_timeout_s
+        late = [w for w in self._workers if not w.is_ready and now - w.active_at > start_timeout_s]
+        if late == self._workers:  # else the others decode
+            path = self._shards[0].shown
+            text = f"no worker was ready in {start_timeout_s:g} s to decode {path}"
+            remedy = "look what keeps the machine busy, or raise SHMLOAD_START_TIMEOUT_S"
+            raise late[0].with_output(WorkerError(f"{text}; {remedy}", path=path))
         for worker in list(self._workers):
-            if not worker.is_ready and now - worker.active_at > settings().start_timeout_s:
-                text = f"a worker was not ready in {settings().start_timeout_s:g} s"
-                raise worker.with_output(WorkerError(text))
             is_silent = now - worker.active_at > self._stall_timeout_s
             # Its messages may still be unread if feeding another worker has taken that long.
             if worker.fills and is_silent and not worker.has_news():

@@ -1,6 +1,7 @@
 """Workers that die, stop, fail or send garbage are replaced once; then the load fails."""
 
 import sys
+import time
 
 import pytest
 import torch
@@ -117,9 +118,24 @@ def test_interpreter_that_is_missing(checkpoint, monkeypatch, configure):
 
 def test_worker_that_never_gets_ready(checkpoint, workers_that):
     starts = workers_that("os.write(1, b'last words'); signal.pause()", start_timeout_s=2)
-    error = refusal(state_dict, checkpoint, shmload.WorkerError, "not ready in 2 s")
+    error = refusal(state_dict, checkpoint, shmload.WorkerError, "no worker was ready in 2 s")
+    assert "SHMLOAD_START_TIMEOUT_S" in str(error)
     assert starts() == 1
     assert error.__notes__ == ["its output: last words"]
+
+
+@pytest.mark.timeout(30)
+def test_worker_that_never_gets_ready_while_another_decodes(tmp_path, workers_that, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    wanted = save_in_pieces(path, monkeypatch)
+    workers_that("is_first() and signal.pause()", workers=2, stall_timeout_s=600)
+    real, later_s = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: real() + sum(later_s))
+    state = shmload.load_state_dict(
+        path, torch.bfloat16, progress=lambda *_: later_s or later_s.append(100)
+    )
+    assert later_s == [100]
+    assert torch.equal(state["a"], wanted.bfloat16())
 
 
 def test_worker_that_fails_says_where(checkpoint, workers_that):
