@@ -174,9 +174,10 @@ class Handle(contextlib.AbstractContextManager["Handle"]):
 
     def _read(self) -> _Said:
         try:
-            return msgspec.convert(json.loads(self.text), _Said)
+            said: _Said = msgspec.convert(json.loads(self.text), _Said)
         except ValueError as exc:
             raise ArgumentError(f"{self.text[:80]!r} is not the text of a handle: {exc}") from exc
+        return said
 
 
 def _write(said: object) -> str:
