@@ -14,7 +14,14 @@ from shmload._building.mapped import is_in, plain_tensors
 from shmload._building.module_trees import component_of, components_of
 from shmload._checkpoints.source import Source
 from shmload._devices.destination import Destination, parse_max_host_memory
-from shmload._devices.hooks import WaitingBlocks, attach_hooks, device_at, note_devices
+from shmload._devices.hooks import (
+    WaitingBlocks,
+    attach_hooks,
+    device_at,
+    find_blocks,
+    note_devices,
+    stay_on_device,
+)
 from shmload._devices.moves import Moves
 from shmload._devices.origin import SegmentFiles
 from shmload._devices.upload import bring
@@ -169,8 +176,17 @@ def place_models(
         name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
         for name, where in placement.components.items()
     }
+    computing = placement.execution_devices
+    roots: dict[str, dict[nn.Module, nn.Module]] = {}
+    targets = dict(devices)
+    for name, where in devices.items():
+        if OFFLOAD in where.values() and computing[name] != CPU:
+            paths = [path for path, _ in components[name].module.units()]
+            roots[name] = find_blocks(models[name], where, paths)
+            staying = stay_on_device(models[name], where, roots[name])
+            targets[name] = where | dict.fromkeys(staying, computing[name])
     runtime_at = functools.cache(lambda name: runtime_of(torch.device(name)))
-    _copy(models, devices, destination, runtime_at, load)
+    _copy(models, targets, destination, runtime_at, load)
     used = {device for where in devices.values() for device in where.values()}
     waiting_at = functools.cache(lambda name: Waiting(runtime_at(name)))
     segments = SegmentFiles(_files_to_pin(load) if OFFLOAD in used else ())
@@ -179,12 +195,10 @@ def place_models(
         if len(used) == 1 and OFFLOAD not in used:
             note_devices(model, devices[name])
             continue
-        computing = placement.execution_devices[name]
         blocks = None
-        if OFFLOAD in devices[name].values() and computing != CPU:
-            paths = [path for path, _ in components[name].module.units()]
-            blocks = WaitingBlocks(waiting_at(computing), paths, segments)
-        attach_hooks(model, devices[name], computing, blocks)
+        if name in roots:
+            blocks = WaitingBlocks(waiting_at(computing[name]), roots[name], segments)
+        attach_hooks(model, devices[name], computing[name], blocks)
     return placement
 
 

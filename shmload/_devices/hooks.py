@@ -6,7 +6,7 @@ The hooks are accelerate's, so the libraries find, heed and remove them as such.
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
-from shmload._devices.moves import put
 from shmload._devices.origin import SegmentFiles
 from shmload._devices.waiting import Waiting
 from shmload._placement.inventory import CPU, OFFLOAD
+from shmload._placement.modules import join
 from shmload.errors import ArgumentError
 
 
@@ -26,8 +26,8 @@ class WaitingBlocks(NamedTuple):
 
     waiting: Waiting
     """Brings them to the accelerator."""
-    paths: Collection[str]
-    """Paths of the modules that travel as a block if their weights wait."""
+    roots: Mapping[nn.Module, nn.Module]
+    """As `find_blocks` returns it."""
     segments: SegmentFiles
     """Hold the weights, or some of them."""
 
@@ -45,22 +45,64 @@ def attach_hooks(
         devices: by a module's path, complete and disjoint; the empty path is the model itself.
         execution_device: where its inputs go, and where modules compute whose weights wait.
         blocks: for weights that wait; None if none wait, or if the CPU computes with them.
-
-    Raises:
-        ArgumentError: a weight that waits is more than consecutive bytes.
     """
     if blocks is None:
         here = {path: CPU if name == OFFLOAD else name for path, name in devices.items()}
         _align(model, here, execution_device)
-    elif not _are_plain(model):
+    else:
+        for root in dict.fromkeys(blocks.roots.values()):
+            blocks.waiting.add(root, blocks.segments.origins(root.parameters()))
+        _align(model, devices, execution_device, blocks.waiting, blocks.roots)
+    note_devices(model, devices)
+
+
+def find_blocks(
+    model: nn.Module, devices: Mapping[str, str], paths: Iterable[str]
+) -> dict[nn.Module, nn.Module]:
+    """Return the modules whose weights wait, each with its block.
+
+    Args:
+        model: with weights that wait for an accelerator.
+        devices: of its modules.
+        paths: of the modules that travel as a block if their weights wait.
+
+    Raises:
+        ArgumentError: a weight is more than consecutive bytes.
+    """
+    # Parameters of other classes than torch's own are more than their bytes.
+    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         raise ArgumentError(
             f"{type(model).__name__} has weights of a class of their own, such as quantised ones, "
             "which cannot wait for an accelerator; leave the model on one, or use "
             "enable_model_cpu_offload() of its pipeline"
         )
-    else:
-        _align(model, devices, execution_device, blocks.waiting, _roots(model, devices, blocks))
-    note_devices(model, devices)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    roots: dict[nn.Module, nn.Module] = {}
+    for path in paths:
+        root = modules.get(path)
+        if root is not None and root not in roots and device_at(devices, path, "") == OFFLOAD:
+            for module in root.modules():
+                roots.setdefault(module, root)
+    return roots
+
+
+def stay_on_device(
+    model: nn.Module, devices: Mapping[str, str], roots: Collection[nn.Module]
+) -> Iterator[str]:
+    """Yield the paths of tensors of waiting modules that do not travel.
+
+    These are buffers, and what is in no block.
+
+    Args:
+        model: with weights that wait.
+        devices: of its modules.
+        roots: the modules in blocks.
+    """
+    for path, module in model.named_modules():
+        own = module._buffers if module in roots else {**module._buffers, **module._parameters}
+        for name in own:
+            if device_at(devices, join(path, name), "") == OFFLOAD:
+                yield join(path, name)
 
 
 def note_devices(model: nn.Module, devices: Mapping[str, str]) -> None:
@@ -119,39 +161,6 @@ def _align(
             add_hook(module, ModelHook(device, **others))
         else:
             add_hook(module, ActivationsHook(device, **others))
-        if name == OFFLOAD:
-            _bring_rest(module, device, is_in_block=root is not None)
-
-
-def _bring_rest(module: nn.Module, device: torch.device, *, is_in_block: bool) -> None:
-    """Move a waiting module's own tensors that do not travel: buffers, and what is in no block."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = buffer.to(device)
-    for name, parameter in () if is_in_block else list(module._parameters.items()):
-        if parameter is not None:
-            put(module, name, parameter.data.to(device), {})
-
-
-def _roots(
-    model: nn.Module, devices: Mapping[str, str], blocks: WaitingBlocks
-) -> dict[nn.Module, nn.Module]:
-    """Note the blocks that wait; returns the block of each module in one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    roots: dict[nn.Module, nn.Module] = {}
-    for path in blocks.paths:
-        root = modules.get(path)
-        if root is None or root in roots or device_at(devices, path, "") != OFFLOAD:
-            continue
-        for module in root.modules():
-            roots.setdefault(module, root)
-        blocks.waiting.add(root, blocks.segments.origins(root.parameters()))
-    return roots
-
-
-def _are_plain(model: nn.Module) -> bool:
-    """Tell whether parameters are of torch's own class: others are more than their bytes."""
-    return all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def _has_tensors(module: nn.Module) -> bool:

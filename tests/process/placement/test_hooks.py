@@ -124,8 +124,10 @@ def test_weights_with_a_class_of_their_own_do_not_wait(accelerators):
 
     model = Table()
     model.layer.weight = Quantised(model.layer.weight.detach())
+    before = model.table.data_ptr()
     with pytest.raises(shmload.ArgumentError, match="Table has weights of a class of their own"):
         shmload.to_device(model, {"": 0, "layer": "offload"})
+    assert model.table.data_ptr() == before
 
 
 def test_meta_and_cpu(encoder):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import shmload
+from shmload._devices import moves
 
 pytestmark = pytest.mark.libraries
 
@@ -49,3 +50,33 @@ def test_module_stays_as_it_was_where_a_device_is_full(accelerators):
     with pytest.raises(torch.OutOfMemoryError):
         shmload.to_device(module, 0)
     assert module.weight.data_ptr() == before
+
+
+class Tied(nn.Module):
+    """Modules that hold one parameter beside a submodule of theirs, and a buffer."""
+
+    def __init__(self, table=None):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(8)) if table is None else table
+        self.register_buffer("shift", torch.ones(8))
+        self.layer = nn.Linear(8, 8)
+        if table is None:
+            self.inner = Tied(self.table)
+
+
+def test_what_does_not_wait_is_copied_or_the_module_stays_as_it_was(accelerators, monkeypatch):
+    model = Tied()
+    tensors = (model.table, model.shift, model.inner.shift)
+    before = [tensor.data_ptr() for tensor in tensors]
+    accelerators["cuda:0"].room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        shmload.to_device(model, {"": "offload"})
+    assert [tensor.data_ptr() for tensor in tensors] == before
+    assert not hasattr(model, "hf_device_map")
+    accelerators["cuda:0"].room = None
+    monkeypatch.setattr(moves, "takes_data_of", lambda *_: False)  # as of a package's own device
+    shmload.to_device(model, {"": "offload"})
+    assert model.table is model.inner.table
+    now = (model.table, model.shift, model.inner.shift)
+    assert not {tensor.data_ptr() for tensor in now} & set(before)
+    assert model.layer.weight.untyped_storage().nbytes() == 256  # it waits
