@@ -40,9 +40,8 @@ class Lease:
         self._closing = weakref.finalize(self, _give_back, fd, self.name)
         self._closing.atexit = False  # `_close_all` does it, in the right order
         try_lock(fd, exclusive=False)  # cannot fail: the segment holds a shared lock already
-        _live.add(self)
+        _live.add(weakref.ref(self, _live.discard))
         if segment.is_shared:
-            _shared.add(self)
             _names.add(self.name)
             _look_again_at_the_end()
 
@@ -93,19 +92,24 @@ def note_use(fd: int) -> None:
         os.utime(fd)
 
 
-_live: weakref.WeakSet[Lease] = weakref.WeakSet()
-_shared: weakref.WeakSet[Lease] = weakref.WeakSet()
+# No WeakSet: another thread may add to it while it is iterated over.
+_live: set[weakref.ref[Lease]] = set()
 # Names of all shared segments that this process has had a lease on.
 _names: set[str] = set()
 _looking_pids: set[tuple[str, int]] = set()
 
 
+def _leases() -> list[Lease]:
+    """Return all leases of this process."""
+    return [lease for found in list(_live) if (lease := found())]
+
+
 @atexit.register
 def _close_all() -> None:
-    for lease in list(_live):
+    for lease in _leases():
         lease.touch()  # a resident segment was in use until now
-    for lease in list(_shared):
-        lease.close(wait_s=0)
+        if lease.name in _names:
+            lease.close(wait_s=0)
     remove_unused(_names)
     if _names:
         remove_dead_views()  # of children that a pool has killed in the middle of a load
@@ -126,7 +130,7 @@ def _look_again_at_the_end() -> None:
 
 
 def _close_in_child() -> None:
-    for lease in list(_shared):
+    for lease in _leases():
         if not lease.crosses_forks:
             # Removes the name if the parent has released its own already. A fork does not wait for
             # that: the parent looks again at its exit.
