@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from shmload._decoding.coordinator import DecodeCancelled
-from shmload._host.shm import no_room, shm_nbytes
+from shmload._host.shm import no_room, shm_stat
 from shmload._segments.eviction import Budget, evict_for, require_room
 from shmload._segments.listing import SegmentInfo
 from shmload._segments.names import part_names, try_turn
 from shmload._segments.removal import remove_if_free
+from shmload._segments.segment import SHARED
 from shmload._service.notice import service_budget, service_status
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
@@ -135,6 +136,7 @@ def _room_within(
     Raises:
         CapacityError: no load decodes whose end could give room and is waited for, or
             `wait_timeout_s` has passed.
+        SegmentUntrusted: the lock's name belongs to another user.
     """
     began_at = time.monotonic()
     ends_at = began_at + (settings().wait_timeout_s if waits else _TURN_S)
@@ -173,8 +175,9 @@ def _room_within(
 
 
 def _parts_nbytes() -> int:
-    """Return the size of what is being decoded, in bytes; remove the parts of dead processes.
+    """Return the size of what is decoded to stay, in bytes; remove the parts of dead processes.
 
     This load's own parts have no length yet.
     """
-    return sum(shm_nbytes(name) for name in part_names() if not remove_if_free(name))
+    found = [shm_stat(name) for name in part_names() if not remove_if_free(name)]
+    return sum(each.st_size for each in found if each and not each.st_mode & SHARED)

@@ -5,7 +5,8 @@ records it, so a process that dies needs no clean-up but this table.
 
     name       lock       mode        state                              removed by
     NAME.part  exclusive  0600        is built                           its builder
-    NAME.part  free       0600        its builder was killed             `gc`; a load takes it over
+    NAME.part  exclusive  0700        is built by a private load         its builder
+    NAME.part  free       0600, 0700  its builder was killed             `gc`; a load takes it over
     none       shared     0400        private: its builder's alone       the kernel
     NAME       exclusive  0600, 0700, complete, is published             nobody
                           01600

@@ -158,8 +158,8 @@ def acquire(name: str, *, needs_name: bool = True) -> Held:
 
     Args:
         name: of the segment.
-        needs_name: other processes are to find it. If not, and another user has taken its name or
-            its part's, it is built without a name.
+        needs_name: other processes are to find it. If not, its part counts for no budget; and if
+            another user has taken its name or its part's, it is built without a name.
 
     Raises:
         SegmentUntrusted: the name belongs to another user, and the segment needs it.
@@ -191,6 +191,7 @@ def _acquire(name: str, *, needs_name: bool) -> Held:
         part = Part(name, fd)
         try:
             os.ftruncate(fd, 0)  # a dead builder's bytes take room and must not be read as data
+            os.fchmod(fd, 0o600 if needs_name else 0o600 | SHARED)
             segment = attach(name)
         except BaseException:
             part.close()  # or the next to acquire it, in this process too, would wait for its lock

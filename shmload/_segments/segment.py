@@ -36,7 +36,8 @@ from shmload.errors import (
     ShmloadError,
 )
 
-# Two bits of the mode, which mean nothing else there, say how long a segment stays.
+# Two bits of the mode, which mean nothing else there, say how long a segment stays. That of shared
+# ones is set for a part, too, which a private load makes.
 READ_ONLY = 0o400
 SHARED = stat.S_IXUSR
 PINNED = stat.S_ISVTX

@@ -50,10 +50,10 @@ def test_what_is_in_use_or_pinned_stays_and_the_rest_is_refused(shards, two_fit)
     assert state["weight"].eq(1).all()
 
 
-def other_decode(path):
+def other_decode(path, *, keeps=True):
     """Begin to build a file's segment, as another load does; it holds the part."""
     (planned,) = shmload.plan(path, dtype="bfloat16", keep=True).shards
-    part = acquire(planned.segment)
+    part = acquire(planned.segment, needs_name=keeps)
     header = (1 << 12).to_bytes(8, "little") + b" " * 4088
     part.prepare(Layout(header=header, pieces=(), nbytes=len(header) + (1 << 20)))
     return part
@@ -73,6 +73,13 @@ def test_load_waits_while_another_decodes(shards, configure, evicts, monkeypatch
     warming.join()
     assert resident() == [str(shards[1])]
     assert not (SHM / lock_name("room")).exists()
+
+
+def test_decode_of_what_is_not_kept_takes_nothing_from_it(shards, configure, evicts):
+    configure(budget=3 * _SEGMENT // 2, wait_timeout_s=0.1)
+    with contextlib.closing(other_decode(shards[0], keeps=False)):
+        shmload.warm(shards[1], dtype="bfloat16")
+    assert resident() == [str(shards[1])]
 
 
 def test_wait_has_a_deadline(shards, configure, evicts):
