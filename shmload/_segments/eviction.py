@@ -22,13 +22,16 @@ from shmload._host.shm import (
 from shmload._segments.listing import SegmentInfo, segments, segments_by_lock
 from shmload._segments.names import part_names
 from shmload._segments.removal import remove_idle, remove_leftovers
+from shmload._settings import settings, worker_count
 from shmload._wording import format_nbytes, logger_of
 from shmload.errors import CapacityError, MemoryLimitExceeded, SharedMemoryFull
 
 logger = logger_of(__name__)
 
-# Left for page tables and the workers themselves (about 40 MB each).
+# Left for page tables and the like.
 _MARGIN_NBYTES = 64 << 20
+# Left for each worker, which takes 18 to 20 MiB of its own while it decodes.
+_WORKER_NBYTES = 20 << 20
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -53,7 +56,7 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
         MemoryLimitExceeded: the control group or the machine has too little memory.
         SharedMemoryFull: it has enough, but the file system at /dev/shm is too small.
     """
-    for error, room, limit, remedy in _limits() if nbytes else ():
+    for error, room, limit, remedy in _limits(nbytes) if nbytes else ():
         left = max(0, room + evictable)
         if nbytes > left:
             raise error(
@@ -65,18 +68,24 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
             )
 
 
-def room_nbytes() -> int:
-    """Return the room for new segments, in bytes; negative if the margin is used already."""
-    return min(room for _, room, _, _ in _limits())
+def room_nbytes(nbytes: int = 0) -> int:
+    """Return the room for new segments, in bytes; negative if the margin is used already.
+
+    Args:
+        nbytes: size of the segments, which decides whether workers need memory too.
+    """
+    return min(room for _, room, _, _ in _limits(nbytes))
 
 
-def _limits() -> Iterator[tuple[type[CapacityError], int, str, str]]:
+def _limits(nbytes: int) -> Iterator[tuple[type[CapacityError], int, str, str]]:
     """Yield each limit on segments: its error, the room for new ones, its name and the remedy.
 
     That of /dev/shm comes last: parts without names have only the others.
     """
     promised = unwritten_nbytes(part_names())  # to the parts of other loads
-    kept = promised + _MARGIN_NBYTES
+    is_inline = nbytes <= settings().inline_nbytes
+    workers = 0 if is_inline else worker_count(parent_is_busy=False)
+    kept = promised + _MARGIN_NBYTES + workers * _WORKER_NBYTES
     of_group = cgroup_free_nbytes()
     if of_group is not None:
         remedy = "raise the container's memory limit"
@@ -181,9 +190,9 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
             msgspec.structs.replace(info, is_leased=info.is_leased or info.name in taken)
             for info in (segments() if looks_at_mappings else segments_by_lock())
         ]
-        room = room_nbytes()
+        room = room_nbytes(nbytes)
         if room < nbytes and remove_leftovers():
-            room = room_nbytes()
+            room = room_nbytes(nbytes)
         victims = choose_victims(found, nbytes, room, budget, reserved)
         if victims and not looks_at_mappings:
             looks_at_mappings = True

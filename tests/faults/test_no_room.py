@@ -218,6 +218,13 @@ def test_no_room_in_the_control_group(large, door, cgroup):
     assert isinstance(error, OSError)
 
 
+def test_no_room_for_the_workers(large, cgroup, configure):
+    configure(workers=16, inline_nbytes=0)
+    cgroup(1 << 30, (1 << 30) - (300 << 20))
+    with pytest.raises(shmload.MemoryLimitExceeded, match="the memory control group leaves 0"):
+        shmload.warm(large, dtype="bfloat16", progress=never)
+
+
 @decoding_door
 def test_no_room_in_the_machine(large, door, tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
