@@ -25,7 +25,7 @@ from shmload._host.collector import forget_locals, resumed_gc
 from shmload._loading.trace import Phase, during
 from shmload._segments.metadata import built_metadata
 from shmload._segments.part import Awaited, Part, acquire
-from shmload._segments.removal import remove_idle
+from shmload._segments.removal import remove_expired, remove_idle
 from shmload._segments.segment import Segment, attach
 from shmload._settings import settings
 from shmload._wording import logger_of
@@ -97,6 +97,7 @@ def once(
                 if kept.level is not Level.WHOLE:
                     return make(vars(kept.thing))
                 on_recall(kept.nbytes)
+                remove_expired()  # as a `Load` does; not earlier: what was recalled stays
                 return kept.thing
         if not keep:
             break

@@ -185,6 +185,20 @@ def test_it_goes_with_what_was_idle_for_its_time(saved):
     assert sorted(shmload.collect_garbage()) == sorted(names)
 
 
+def test_recall_removes_what_was_idle_for_its_time_but_uses_what_it_needs(saved, shards, built):
+    source = saved("stable-diffusion")
+    shmload.warm(source, dtype=BF16, keep_for="1h")
+    load(source)
+    gc.collect()
+    wanted = {info.name for info in shmload.segments()}
+    shmload.warm(shards[0], dtype=BF16, keep_for="1h")
+    idle_for(2 * 3600)
+    pipe = load(source)
+    assert {info.name for info in shmload.segments()} == wanted
+    assert len(built) == 1
+    del pipe
+
+
 def test_idle_models_make_room_for_others(saved):
     load(saved("stable-diffusion"))
     gc.collect()
