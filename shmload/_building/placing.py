@@ -172,10 +172,7 @@ def place_models(
     """
     components = {name: component_of(name, model) for name, model in models.items()}
     placement = _decide(components.values(), destination)
-    devices = {
-        name: _in_reach(models[name], _by_path(where), placement.execution_devices[name])
-        for name, where in placement.components.items()
-    }
+    devices = {name: _by_path(where) for name, where in placement.components.items()}
     computing = placement.execution_devices
     roots: dict[str, dict[nn.Module, nn.Module]] = {}
     targets = dict(devices)
@@ -244,17 +241,6 @@ def _runtime_at(
     runtimes: Mapping[str, Runtime], devices: Mapping[str, str], path: str
 ) -> Runtime | None:
     return runtimes.get(device_at(devices, path, CPU))
-
-
-def _in_reach(
-    model: nn.Module, devices: Mapping[str, str], execution_device: str
-) -> dict[str, str]:
-    """Put single tensors on the device that uses them: only modules can wait elsewhere."""
-    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    return {
-        path: execution_device if device == OFFLOAD and path not in modules else device
-        for path, device in devices.items()
-    }
 
 
 def _empty(model: nn.Module, devices: Mapping[str, str]) -> None:

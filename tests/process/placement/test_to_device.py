@@ -80,3 +80,12 @@ def test_what_does_not_wait_is_copied_or_the_module_stays_as_it_was(accelerators
     now = (model.table, model.shift, model.inner.shift)
     assert not {tensor.data_ptr() for tensor in now} & set(before)
     assert model.layer.weight.untyped_storage().nbytes() == 256  # it waits
+
+
+@pytest.mark.parametrize("others", [0, "cpu"])
+def test_single_tensor_that_is_to_wait_lies_where_it_is_used(accelerators, others):
+    model = Tied(nn.Parameter(torch.ones(8)))
+    before = model.table.data_ptr()
+    shmload.to_device(model, {"": others, "table": "offload"})
+    assert model.table.data_ptr() != before
+    assert model.layer(torch.ones(1, 8)).shape == (1, 8)
