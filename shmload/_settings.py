@@ -138,8 +138,8 @@ def _parse(variable: str, kind: object) -> Any:
         ) from exc
 
 
-# Not a setting of the user: `shmload run --redirect` sets it for its program.
-_OTHERS = (PREFIX + "REDIRECT",)
+# Of `shmload run`, which reads no settings: the imports of a template, and --redirect.
+_OTHERS = (PREFIX + "RUN_IMPORTS", PREFIX + "REDIRECT")
 _KNOWN = tuple(PREFIX + field.name.upper() for field in msgspec.structs.fields(Settings))
 
 

@@ -10,6 +10,7 @@ from shmload._settings import (
     local_world_size,
     parse_keep_for,
     settings,
+    unknown_variables,
     worker_count,
 )
 from shmload.errors import ArgumentError
@@ -27,6 +28,12 @@ def test_environment_is_read(monkeypatch):
     monkeypatch.setenv("SHMLOAD_CACHE_DIR", "~/there")
     assert settings().stall_timeout_s == 2.5
     assert settings().cache_dir == Path.home() / "there"
+
+
+def test_variable_that_is_no_setting_is_named_but_for_those_of_run():
+    of_run = {"SHMLOAD_RUN_IMPORTS", "SHMLOAD_REDIRECT"}
+    (said,) = unknown_variables({"SHMLOAD_WORKER", "SHMLOAD_WORKERS", "HOME", *of_run})
+    assert said.startswith("SHMLOAD_WORKER is no setting")
 
 
 @pytest.mark.parametrize(
