@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,13 @@ def run_demo(output: str = "demo-output") -> None:
         _checked([*_PYTHON, __file__, "make", str(source)], "making the checkpoint")
     app.write_text(_APP.format(source=str(source), image=str(target / "image.png")))
     _free(source)  # of an earlier demonstration
+    place = tempfile.mkdtemp(prefix="shmload-demo-")  # the user's own templates go on
+    os.environ["XDG_RUNTIME_DIR"] = place
     try:
         results = {way: _load_in(way, source) for way in _WAYS}
     finally:
         subprocess.run([*_SHMLOAD, "template", "stop"], capture_output=True, check=False)
+        shutil.rmtree(place)
         _free(source)
     _print_results(results)
     _print_what_is_next(target, results)
