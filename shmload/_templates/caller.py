@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import NoReturn
 
+    from shmload._templates.stand_in import StandIn
+
 # The template answers at once, or is stopped or overloaded; Python starts in about this time.
 _ANSWER_TIMEOUT_S = 1.0
 _SIGCHLD = 17  # the module signal takes long to import
@@ -62,14 +64,14 @@ def run(program: Program, environment: dict[str, str], is_verbose: bool) -> "NoR
         is_verbose: say on standard error if it is run in the ordinary way, and why.
     """
     try:
-        _hand_over(program, environment, is_verbose)
-    except Doubt as exc:
+        stand_in = _hand_over(program, environment, is_verbose)
+    except (Doubt, OSError) as exc:  # no descriptors, no /proc
         reason = str(exc)
-        if exc.is_replaceable:
+        if isinstance(exc, Doubt) and exc.is_replaceable:
             started = start_for_the_next(environment, variables.read_settings(program))
             reason = reason or started
-    except OSError as exc:  # no descriptors, no /proc
-        reason = str(exc)
+    else:
+        stand_in.wait()  # nothing from here on runs the program a second time
     if is_verbose:
         print(f"shmload run: in the ordinary way: {reason}", file=sys.stderr)
     run_plainly(words_of(program), environment)
@@ -99,8 +101,8 @@ def start_for_the_next(environment: "Mapping[str, str]", settings: list[list[str
     return "there is no template yet"
 
 
-def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) -> None:
-    """Run the program in a copy of a template; return only by an exception.
+def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) -> "StandIn":
+    """Run the program in a copy of a template; return what stands for it here.
 
     Raises:
         Doubt: a template might not run it as Python would.
@@ -134,7 +136,7 @@ def _hand_over(program: Program, environment: dict[str, str], is_verbose: bool) 
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         channel.close()
         raise
-    stand_in.wait()
+    return stand_in
 
 
 def _require_ordinary(

@@ -29,9 +29,11 @@ _INTERPRETER = repr((
     (tuple(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions),
     getattr(sys.stdout, "write_through", None),  # unbuffered: no flag says so
 ))  # fmt: skip
-_GIVEN = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-FLAGS = _GIVEN[:-1] if _GIVEN[-1:] in (["-m"], ["-c"]) else _GIVEN
-"""The options of this interpreter, as they were given."""
+FLAGS = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+"""The options of this interpreter, as they were given, without `-m` or `-c`."""
+_LAST = "".join(FLAGS[-1:])
+if _LAST.startswith("-") and _LAST.endswith(("m", "c")) and not {*_LAST} & {"W", "X"}:
+    FLAGS[-1:] = [_LAST[:-1]] if len(_LAST) > 2 else []  # `-Im` is `-I -m`
 
 
 def key_of(environment: dict[str, str]) -> str:

@@ -75,6 +75,7 @@ def become(channel: socket.socket, hidden: Hidden, keep: set[int]) -> Birth:
     ending.die_with(channel, with_group=not call.group)
     if select.select([channel], [], [], 0)[0]:  # the caller has gone before that
         os._exit(0)
+    channel.detach()  # it stays open: without the template, too, the program ends with its caller
     signal.pthread_sigmask(signal.SIG_SETMASK, _signals_in(call.blocked))
     return run, traces.leave
 

@@ -27,8 +27,9 @@ FORWARDED = sorted(
 )  # fmt: skip
 """All signals but those for faults, and those that no process can handle."""
 
-# A template says at once how a program has ended, or is stopped, or gone.
-_TIMEOUT_S = 1.0
+# The end of a killed template shows at once. One that imports what loads have kept, or looks at
+# files of a slow disk, is silent for seconds. One that is stopped may never say anything.
+_TIMEOUT_S = 60.0
 _UNKNOWN = 255
 
 
@@ -91,7 +92,7 @@ class StandIn:
                 continue  # this process was to continue, with its program
             try:
                 signal.pidfd_send_signal(self._fd, number)
-            except ProcessLookupError:  # it has ended; what tells of that comes
+            except OSError:  # it has ended, or runs as another user, as `sudo` does
                 return
 
     def _listen(self) -> bool:

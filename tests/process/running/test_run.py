@@ -6,6 +6,7 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -172,13 +173,75 @@ def test_module_that_appears_in_front_of_an_imported_one_ends_the_template(runni
 # Ends --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("template")
-def test_program_ends_with_its_caller(start):
-    caller = start("import os; print('up', flush=True); print(os.getpid(), flush=True); input()")
+_SAYS_PID = "import os; print('up', flush=True); print(os.getpid(), flush=True); input()"
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_program_ends_with_its_caller(start, template, has_template):
+    caller = start(_SAYS_PID)
     pid = int(caller.stdout.readline())
     assert pid != caller.pid
+    if not has_template:
+        os.kill(template, signal.SIGKILL)
+        wait_until_gone(template)
     caller.kill()
     wait_until_gone(pid)
+
+
+def test_caller_waits_for_a_template_that_is_silent_for_seconds(start, template):
+    caller = start(_SAYS_PID)
+    program = os.pidfd_open(int(caller.stdout.readline()))
+    os.kill(template, signal.SIGSTOP)
+    try:
+        caller.stdin.write("end\n")
+        caller.stdin.flush()
+        assert select.select([program], [], [], _DEADLINE_S)[0]
+        with pytest.raises(subprocess.TimeoutExpired):
+            caller.wait(2)
+    finally:
+        os.kill(template, signal.SIGCONT)
+        os.close(program)
+    assert caller.wait(_DEADLINE_S) == 0
+
+
+# A program that may not signal another user's, though it is root's.
+_WITHOUT_KILL = """
+import ctypes, os, sys
+assert ctypes.CDLL(None).prctl(24, 5, 0, 0, 0) == 0  # CAP_KILL leaves the bounding set
+os.execv(sys.executable, [sys.executable, "-m", "shmload", *sys.argv[1:]])
+"""
+_BECOMES_ANOTHER = "import os; os.setuid(65534); print('up', flush=True); input(); os._exit(5)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a right to lose")
+@pytest.mark.usefixtures("template")
+def test_signal_that_may_not_be_passed_on_runs_no_program_again(running):
+    command = [sys.executable, "-c", _WITHOUT_KILL]
+    running.run([*command, "template", "warm"], check=True)
+    caller = subprocess.Popen(
+        [*command, "run", "-v", "-c", _BECOMES_ANOTHER],
+        cwd=running.work, env=running.environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert caller.stdout.readline() == "up\n", caller.stderr.read()
+    caller.send_signal(signal.SIGUSR1)
+    assert caller.communicate("end\n", timeout=_DEADLINE_S) == ("", "")
+    assert caller.returncode == 5
+
+
+@pytest.mark.parametrize("options", ["-Im", "-Bm"])
+@pytest.mark.usefixtures("template")
+def test_options_of_python_may_stand_with_its_m(running, options):
+    asked = "import sys; print(sys.orig_argv[1], sys.orig_argv[2])"
+    command = [sys.executable, options, "shmload", "run", "-v", "-c", asked]
+    assert running.run(command, check=True).stdout == f"{options[:2]} -c\n"
+
+
+@pytest.mark.usefixtures("template")
+def test_program_leaves_no_socket_to_the_garbage_collector(running):
+    environment = running.environment | {"PYTHONWARNINGS": "always"}
+    running.start_template(["json"], environment)
+    assert running.shmload("run", "-v", "-c", "pass", environment=environment).stderr == ""
 
 
 def test_program_goes_on_without_its_template(start, template):
