@@ -89,11 +89,16 @@ def is_full() -> bool:
 
 def read_failure(key: str) -> str:
     """Return why there can be no template; empty if that is not known, or a while ago."""
+    is_known = age_s(key, "failed") < _FAILURE_S and not is_taken(key)
+    return (read_note(key, "failed") or "") if is_known else ""
+
+
+def age_s(key: str, name: str) -> float:
+    """Return how long ago a note was written, in seconds; very long if there is none."""
     try:
-        age = time.time() - os.stat(f"{socket_of(key)}.failed").st_mtime
+        return time.time() - os.stat(f"{socket_of(key)}.{name}").st_mtime
     except OSError:
-        return ""
-    return (read_note(key, "failed") or "") if age < _FAILURE_S and not is_taken(key) else ""
+        return time.time()
 
 
 def write_note(key: str, name: str, text: str) -> None:

@@ -99,12 +99,12 @@ def _prepare(call: Call, hidden: Hidden) -> Callable[[], Any]:
 
 def _start_over_of(call: Call, traces: ending.Traces) -> Callable[[str, list[list[str]]], None]:
     """Return what runs a program again in the ordinary way, if that is still possible."""
+    note = variables.note_of(call.program)  # the program may change its directory
 
     def start_over(reason: str, settings: list[list[str]]) -> None:
         can_start_over = traces.is_none()
-        if settings != call.settings:  # its next run has a template that has them
-            with contextlib.suppress(Exception):
-                variables.write_settings(call.program, settings)
+        with contextlib.suppress(Exception):
+            if variables.write_settings(note, settings, call.settings):
                 start_for_the_next(call.environment, settings)
         if can_start_over:
             if call.is_verbose:

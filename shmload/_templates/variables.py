@@ -40,6 +40,7 @@ READ_LATER = frozenset({"HF_DEACTIVATE_ASYNC_LOAD", "HF_TOKEN"})
 
 _SET = "settings"
 """A note of a program."""
+_KEEPS_S = 1800.0
 REDIRECT = "SHMLOAD_REDIRECT"
 _PATH = "PYTHONPATH"
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
@@ -91,17 +92,32 @@ def is_of_import(variable: str) -> bool:
 
 def read_settings(program: "Program") -> list[list[str]]:
     """Return what a program has set last time: names with their values, or alone if removed."""
-    found = place.read_note(_key(program), _SET) or ""
+    found = place.read_note(note_of(program), _SET) or ""
     return [entry.split("=", 1) for entry in found.split("\0") if entry]
 
 
-def write_settings(program: "Program", settings: list[list[str]]) -> None:
-    """Note what a program has set.
+def write_settings(note: str, settings: list[list[str]], known: list[list[str]]) -> bool:
+    """Note what a program has set, so that its next run has a template with that.
+
+    A value may be another each time, such as a new directory. Each would get a template of its own:
+    other values of the same variables replace the known ones only if these are old.
+
+    Args:
+        note: the key that `note_of` gave when the program started.
+        settings: what it has set.
+        known: what it was to set by the note.
+
+    Returns:
+        Whether that was noted.
 
     Raises:
         OSError: it cannot be written.
     """
-    place.write_note(_key(program), _SET, "\0".join(map("=".join, settings)))
+    is_same = [name for name, *_ in settings] == [name for name, *_ in known]
+    if settings == known or (is_same and place.age_s(note, _SET) < _KEEPS_S):
+        return False
+    place.write_note(note, _SET, "\0".join(map("=".join, settings)))
+    return True
 
 
 def with_settings(variables: "Mapping[str, str]", settings: list[list[str]]) -> dict[str, str]:
@@ -120,7 +136,7 @@ def differences(before: "Mapping[str, str]", after: "Mapping[str, str]") -> list
     return [[name, after[name]] if name in after else [name] for name in changed]
 
 
-def _key(program: "Program") -> str:
+def note_of(program: "Program") -> str:
     """Return the key of the note that all runs of a program in this directory share."""
     value = os.path.abspath(program.value) if program.kind == "script" else program.value
     return place.key_of(f"{os.getcwd()}\n{program.kind}\n{value}")

@@ -97,6 +97,34 @@ def test_program_that_sets_variables_gets_a_template_that_has_them(running):
     assert reason_of_a_run() == ""
 
 
+@pytest.mark.usefixtures("template")
+def test_program_that_changes_its_directory_before_it_sets_variables_is_learnt_too(running):
+    (running.work / "elsewhere").mkdir()
+    before = len(running.wait_for_templates(lambda found: found))
+    code = "import os; os.chdir('elsewhere'); os.environ['TORCH_OWN_SETTING'] = 'elsewhere'\n"
+    code += "import own_library; print(own_library.VALUE)"
+    assert "after it had written" in run(running, "-c", code).stderr
+    running.wait_for_templates(lambda found: len(found) == before + 1)
+    running.wait_for_templates(lambda found: {each.state for each in found} == {"ready"})
+    ended = run(running, "-c", code)
+    assert (ended.stdout, ended.stderr) == ("elsewhere\n", "own_library is imported\n")
+
+
+@pytest.mark.usefixtures("template")
+def test_value_that_is_another_each_time_starts_one_template(running):
+    code = "import os; os.environ['TORCH_OWN_SETTING'] = str(os.getpid()); import own_library\n"
+    code += "print(own_library.VALUE == str(os.getpid()))"
+    before = len(running.wait_for_templates(lambda found: found))
+    assert run(running, "-c", code).stdout == "True\n"
+    running.wait_for_templates(lambda found: len(found) == before + 1)
+    running.wait_for_templates(lambda found: {each.state for each in found} == {"ready"})
+    for _ in range(3):
+        ended = run(running, "-c", code)
+        assert ended.stdout == "True\n"
+        assert "the program set TORCH_OWN_SETTING before" in ended.stderr
+    assert len(running.wait_for_templates(lambda found: found)) == before + 1
+
+
 @pytest.mark.parametrize(
     "trace", ["os.mkdir('made')", "os.rmdir('old')", "open('empty', 'w').close()"]
 )
