@@ -261,7 +261,7 @@ def start_template(environment: dict[str, str]) -> None:
     # It serves other programs too: they are to know nothing of this process.
     path = {name: environment[name] for name in ("PATH",) if name in environment}
     given = variables.read_on_import(environment) | path
-    place.remove_note(key, "failed")
+    place.remove(key, ".failed")
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
     pid = os.posix_spawn(
         sys.executable, command, given, file_actions=null, setsigmask=(), setsigdef=(_SIGCHLD,)

@@ -87,7 +87,7 @@ def start_and_wait() -> ListedTemplate:
     """
     given = first_environment()
     key = key_of(given)
-    if not place.is_taken(key):
+    if not (is_taken := place.is_taken(key)):
         start_template(given)
     path = place.socket_of(key)
     deadline = time.monotonic() + _START_TIMEOUT_S
@@ -97,7 +97,10 @@ def start_and_wait() -> ListedTemplate:
                 raise NotStarted(str(found))
             if found.socket == path and found.state == "ready":
                 return found
+        had_one, is_taken = is_taken, place.is_taken(key)
         if reason := place.read_failure(key):
             raise NotStarted(reason)
+        if had_one and not is_taken:  # it was told to end
+            start_template(given)
         time.sleep(_LOOK_AGAIN_S)
     raise NotStarted(f"it does not serve after {_START_TIMEOUT_S:g} s")

@@ -51,6 +51,7 @@ def take_lock(key: str) -> int | None:
     fd = _lock(key, fcntl.LOCK_EX)
     if fd is not None:
         os.ftruncate(fd, 0)
+        remove(key)  # the socket of the last one: this one does not serve yet
         os.write(fd, b"%d" % os.getpid())
     return fd
 
@@ -124,9 +125,9 @@ def read_note(key: str, name: str) -> str | None:
         return None
 
 
-def remove_note(key: str, name: str) -> None:
-    """Remove a note, if there is one."""
+def remove(key: str, end: str = "") -> None:
+    """Remove the socket of a template, or its file with this end, if there is one."""
     try:
-        os.unlink(f"{socket_of(key)}.{name}")
+        os.unlink(f"{socket_of(key)}{end}")
     except OSError:
         return

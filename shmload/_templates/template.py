@@ -14,7 +14,6 @@ ends with its last program, so that each caller learns how its program has ended
 
 import contextlib
 import ctypes
-import errno
 import os
 import select
 import signal
@@ -58,9 +57,6 @@ def serve(known: Collection[str]) -> Birth:
         time.sleep(0.01)
     else:
         os._exit(0)  # another one starts at the same time
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(place.socket_of(key))  # of one that was killed: this one does not serve yet
-    place.write_note(key, "failed", "the template has ended while it imported the libraries")
     pid = os.getpid()
     try:
         if own_key != key:
@@ -124,14 +120,13 @@ class Template:
 
     def __init__(self, key: str, lock: int, known: Collection[str]) -> None:
         self._lock = lock
-        self._path = place.socket_of(key)
+        self._key = key
         self._rights = identity.rights_of()
         self._hidden = Hidden(known)
         self._imports = Imports(self._hidden)
         self._callers: dict[int, _Caller] = {}
         """By process of a program that runs."""
         self._is_draining = False
-        self._is_told_to_end = False
         self._used = time.monotonic()
         self._poll = select.poll()
 
@@ -142,7 +137,8 @@ class Template:
             Unfit: there can be no template.
             BaseException: a library has raised it.
         """
-        signal.signal(signal.SIGTERM, self._end_soon)
+        signal.signal(signal.SIGTERM, self._give_up)
+        place.write_note(self._key, "failed", "the template has ended while it imported")
         self._imports.make(wanted_modules())
         self._imports.make_kept()
         ending.end_without_destructors()
@@ -156,11 +152,12 @@ class Template:
         if terminal:
             self._poll.register(self._leader, select.POLLIN)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self._path)
+        self._listener.bind(place.socket_of(self._key))
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._poll.register(self._listener.fileno(), select.POLLIN)
-        place.remove_note(os.path.basename(self._path), "failed")
+        signal.signal(signal.SIGTERM, self._drain)
+        place.remove(self._key, ".failed")
 
     def run(self) -> Birth:
         """Serve; end this process, or return what runs the program in a copy."""
@@ -182,10 +179,9 @@ class Template:
         self._used = time.monotonic()
         try:
             channel, _ = self._listener.accept()
-        except OSError as exc:
-            if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                time.sleep(_PAUSE_S)
-            return None  # or the caller has gone
+        except OSError:
+            time.sleep(_PAUSE_S)
+            return None
         try:
             caller = _Caller(channel, _pidfd_of(channel))
         except OSError:  # it has ended
@@ -252,25 +248,29 @@ class Template:
     def _tend(self) -> None:
         """Do what time or an event has brought."""
         idle = time.monotonic() - self._used
-        if self._is_told_to_end or (not self._callers and idle > _IDLE_S):
+        if not self._callers and idle > _IDLE_S:
             self._drain()
         if self._is_draining and not self._callers:
             os._exit(0)
         if not self._is_draining:
-            self._imports.make_kept()
+            try:
+                self._imports.make_kept()
+            except BaseException:  # the next template says why, if it cannot either
+                signal.alarm(0)
+                self._drain()
 
-    def _end_soon(self, *_: object) -> None:
-        self._is_told_to_end = True
+    def _give_up(self, *_: object) -> None:
+        """End, told so before this template serves; that is no failure."""
+        place.remove(self._key, ".failed")
+        os._exit(0)
 
-    def _drain(self) -> None:
+    def _drain(self, *_: object) -> None:
         """Take no more programs; another template may take the place."""
         if self._is_draining:
             return
         self._is_draining = True
         self._poll.unregister(self._listener.fileno())
-        with contextlib.suppress(OSError):  # the directory was removed
-            os.unlink(self._path)
-        self._listener.close()
+        self._listener.close()  # whoever takes the lock next removes its path
         os.close(self._lock)
 
 

@@ -289,7 +289,9 @@ def test_template_after_a_killed_one_is_not_ready_before_it_serves(running, temp
     run(running, "-c", "print(1)")  # starts another
     with gate.open("w"):  # which imports the library now
         assert "starting" in running.shmload("template", "ls").stdout
-    running.kill_templates()
+        assert running.shmload("template", "stop").returncode == 0
+        library.write_text(_LIBRARY)
+        assert running.shmload("template", "warm").returncode == 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -43,6 +44,15 @@ def test_template_that_is_told_to_end_stays_until_its_last_program_has(
     assert caller.wait(_DEADLINE_S) == -number
     wait_until_gone(template)
     assert [found["pid"] for found in listed(running)] == [other]
+
+
+def test_template_whose_folder_was_removed_leaves_the_next_one_alone(running, template):
+    shutil.rmtree(running.folder / "shmload")
+    other = running.start_template(["json"])
+    assert other != template
+    os.kill(template, signal.SIGTERM)
+    wait_until_gone(template)
+    assert running.shmload("run", "-v", "-c", "pass").stderr == ""
 
 
 _DEAF = """
@@ -153,6 +163,26 @@ def test_another_priority_has_a_template_of_its_own(running):
     asked = [["chrt", "-f", priority, sys.executable, "-c", code] for priority in ("10", "20")]
     one, other = (running.run(each, check=True).stdout for each in asked)
     assert one != other
+
+
+_LOSES_DEV = """
+import os, subprocess, time
+from shmload._templates import look
+subprocess.run(["mount", "-t", "tmpfs", "none", "/dev"], check=True)
+while os.getppid() in [found.pid for found in look.templates()]:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+@_needs_root
+@pytest.mark.usefixtures("template")
+def test_template_that_cannot_go_on_tells_of_its_last_programs(running):
+    """It looks at /dev/shm every five seconds."""
+    both = '"$0" -m shmload template warm >&2 && exec "$0" -m shmload run -v -c "$1"'
+    ended = running.run(["unshare", "-m", "sh", "-c", both, sys.executable, _LOSES_DEV])
+    assert ended.returncode == 0, ended.stderr
+    assert "ordinary" not in ended.stderr
 
 
 @_needs_root
