@@ -221,7 +221,7 @@ def describe_user(pid: int, command: Sequence[str]) -> User:
         if rest and not rest[0].startswith("-"):
             program = rest[0].rpartition("/")[2]
         # A program in a copy of a template has the template's command line.
-        if rest and "/shmload" in rest[0] and program.endswith(".pyc"):
+        if rest[:1] == ["-c"] and "shmload._templates.template" in "".join(rest[1:2]):
             program = "shmload run"
     return User(pid=pid, command=" ".join(command), program=program)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from running_place import Running, wait_until_gone
 
+from shmload._host.procfs import command_of
+from shmload._segments.listing import describe_user
 from shmload._templates import messages
 
 _DEADLINE_S = 60.0
@@ -53,6 +55,10 @@ def test_template_whose_folder_was_removed_leaves_the_next_one_alone(running, te
     os.kill(template, signal.SIGTERM)
     wait_until_gone(template)
     assert running.shmload("run", "-v", "-c", "pass").stderr == ""
+
+
+def test_program_of_a_template_is_called_by_its_command(template):
+    assert describe_user(template, command_of(template)).program == "shmload run"
 
 
 _DEAF = """

@@ -97,7 +97,6 @@ def test_folder_of_a_pipeline_is_a_component_of_it(tmp_path):
         ("/usr/bin/python3 -P /srv/serve.py --port 1", "serve.py"),
         ("python -m uvicorn app", "uvicorn"),
         ("python3.12 -c code", "python3.12"),
-        ("python /run/user/0/shmload/template-cpython-311.pyc default", "shmload run"),
         ("/opt/server --x", "server"),
         ("", ""),
     ],
