@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from shmload._checkpoints.header import Header
+from shmload._checkpoints.wanted import is_publication
 from shmload._segments.eviction import evictable
 from shmload._segments.listing import SegmentInfo, Segments, segments, segments_by_lock, users_of
 from shmload._segments.models import find_models, select
@@ -144,11 +145,15 @@ def _why_busy(staying: Sequence[str], chosen: Sequence[SegmentInfo]) -> str:
             # Pipelines refer to themselves: a dropped one stays until a collection.
             remedy = "in this process drop the models, then call `gc.collect()` and evict again"
         if needed.get(name):
-            by = f"the publication {', '.join(needed[name])}"
+            by = ", ".join(map(_name_need, needed[name]))
             remedy = ", or ".join(f"`shmload rm {each}`" for each in needed[name])
         held[f"{called.get(name, name)} by {by}"] = None
         remedies[remedy] = None
     return f"still in use: {', '.join(held)}; {', or '.join(remedies)}"
+
+
+def _name_need(name: str) -> str:
+    return f"the publication {name}" if is_publication(name) else f"what was built of it, {name}"
 
 
 def collect_garbage() -> list[str]:

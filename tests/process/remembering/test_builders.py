@@ -199,6 +199,16 @@ def test_recall_removes_what_was_idle_for_its_time_but_uses_what_it_needs(saved,
     del pipe
 
 
+def test_refusal_to_remove_what_it_needs_while_it_is_pinned_names_it(saved):
+    load(saved("stable-diffusion"))
+    gc.collect()
+    (built,) = (info for info in shmload.segments() if info.kept)
+    remedy = f"by what was built of it, {built.needs_as}; `shmload rm {built.needs_as}`"
+    shmload.pin(built.name)
+    with pytest.raises(shmload.SegmentBusy, match=remedy):
+        shmload.evict(built.needs[0])
+
+
 def test_idle_models_make_room_for_others(saved):
     load(saved("stable-diffusion"))
     gc.collect()
