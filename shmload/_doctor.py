@@ -115,9 +115,9 @@ class _Needs(NamedTuple):
 
 def _shared_memory(needs: _Needs) -> _Judgement:
     segments_by_lock()  # it says why /dev/shm cannot be used
-    found = file_system(SHM_DIR.stat().st_dev)
-    if found is not None and found.kind != "tmpfs":
-        return "bad", f"{found.kind} at /dev/shm, not tmpfs", _MOUNT
+    kind = file_system(SHM_DIR.stat().st_dev)
+    if kind not in ("tmpfs", ""):
+        return "bad", f"{kind} at /dev/shm, not tmpfs", _MOUNT
     if not os.access(SHM_DIR, os.W_OK | os.X_OK):
         return "bad", "this user may not write to /dev/shm", "sudo chmod 1777 /dev/shm"
     free, total = shm_free_nbytes(), shm_total_nbytes()

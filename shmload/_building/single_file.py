@@ -21,7 +21,7 @@ from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule, most_common_dtype, wanted_dtype
-from shmload._checkpoints.source import Checkpoint, Source
+from shmload._checkpoints.source import INDEX, Checkpoint, Source
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import format_with_quants, why_unread
 from shmload.errors import ArgumentError
@@ -181,7 +181,7 @@ def _class_name_in(config: object, hub: Hub) -> str:
     folder: Path | None = None
     if isinstance(config, str | os.PathLike):
         folder = Path(config) if os.path.isdir(config) else find_cached(str(config), hub)
-    index = folder / "model_index.json" if folder else None
+    index = folder / INDEX if folder else None
     found = read_json(index).get("_class_name") if index and index.is_file() else None
     if not isinstance(found, str):
         raise ArgumentError(

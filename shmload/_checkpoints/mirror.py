@@ -45,6 +45,7 @@ from shmload._checkpoints.remote import (
     plain_url,
     write_pointer,
 )
+from shmload._checkpoints.source import INDEX
 from shmload._checkpoints.wanted import Wanted
 from shmload._host.collector import resumed_gc
 from shmload._host.files import replacing
@@ -59,7 +60,6 @@ MOST_OBJECTS = 10_000
 """Objects of a source."""
 # The largest tokenizers have 35 MB.
 _MOST_SMALL_NBYTES = 64 << 20
-_INDEX = "model_index.json"
 _SMALL = (
     "adapter_config.json",
     "added_tokens.json",
@@ -228,10 +228,8 @@ def _ask(url: str, wanted: Wanted) -> Found:
         answers = in_parallel(lambda path: _describe(f"{url}/{path}"), asked)
         found.update((path, each) for path, each in zip(asked, answers, strict=True) if each)
 
-    ask([_INDEX])
-    listed = [
-        name for name, value in _json_of(found.get(_INDEX)).items() if isinstance(value, list)
-    ]
+    ask([INDEX])
+    listed = [name for name, value in _json_of(found.get(INDEX)).items() if isinstance(value, list)]
     folders = [wanted.hub.folder] if wanted.hub.folder else ["", *listed]
     names = [*_SMALL, *_names_of_weights(wanted.variant), *wanted.hub.weight_names]
     ask(posixpath.join(folder, name) for folder in folders for name in names)

@@ -56,7 +56,7 @@ def bound_of(workers: int, limit_nbytes: int | None = None) -> Bound:
 
 
 class Allowance:
-    """Bytes that may be decoded before others are copied; for two threads. A context.
+    """Bytes that may be decoded before others are copied; for two threads.
 
     Args:
         nbytes: how many may wait; a single piece always may.

@@ -18,18 +18,16 @@ from shmload._checkpoints.source import Checkpoint, Source
 from shmload._host.descriptors import Descriptor
 from shmload._host.files import open_source, unreadable
 from shmload._host.limits import no_memory
-from shmload._host.procfs import is_remote
+from shmload._host.procfs import file_system, is_remote
 from shmload._host.shm import no_room, shm_free_nbytes, shm_nbytes
 from shmload._segments.layout import Layout, lay_out, needs_conversion
-from shmload._segments.metadata import Metadata, home_of, make_metadata
+from shmload._segments.metadata import NOWHERE, Metadata, home_of, make_metadata
 from shmload._segments.names import identify, segment_name
 from shmload.errors import ShardChanged, ShmloadError, WorkerError
 from shmload.workers.messages import Reason
 
 if TYPE_CHECKING:
     from shmload._segments.part import Part
-
-_NOWHERE = Metadata()
 
 
 class Shard(Descriptor):
@@ -55,7 +53,7 @@ class Shard(Descriptor):
         rule: Rule,
         *,
         may_link: bool,
-        home: Metadata = _NOWHERE,
+        home: Metadata = NOWHERE,
         piece_nbytes: int | None = None,
     ) -> None:
         super().__init__(open_source(path))
@@ -91,7 +89,8 @@ class Shard(Descriptor):
         self.resident_nbytes = shm_nbytes(self.name) or 0
         """Size of the segment, in bytes, if it is resident."""
         can_link = may_link and file_format.can_be_linked and applied == RAW
-        self.is_linked = can_link and not self.resident_nbytes and not is_remote(self.stat.st_dev)
+        is_near = not is_remote(file_system(self.stat.st_dev))
+        self.is_linked = can_link and not self.resident_nbytes and is_near
         """Whether the library maps the file directly: its format allows that, it has the wanted
         dtypes and lies on a local disk."""
         if not (self.is_linked or self.resident_nbytes):

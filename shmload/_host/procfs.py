@@ -31,20 +31,6 @@ _REMOTE_FILE_SYSTEMS = (
 _MAX_LOOKS = 4
 
 
-class FileSystem(NamedTuple):
-    """A mounted file system."""
-
-    kind: str
-    """Its type, such as `ext4`."""
-    options: tuple[str, ...]
-    """Options of the file system, such as `huge=always`; not those of one mount."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is a network or user-space file system."""
-        return self.kind.startswith(_REMOTE_FILE_SYSTEMS)
-
-
 class Mapping(NamedTuple):
     """One line of /proc/self/maps; addresses in bytes."""
 
@@ -62,23 +48,20 @@ class Mapping(NamedTuple):
 # File systems -------------------------------------------------------------------------------------
 
 
-def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> FileSystem | None:
-    """Return the file system that a device number belongs to; None if it cannot be read."""
+def file_system(device: int, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system of a device number, as `ext4`; empty if it is unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), mountinfo.open(encoding="latin-1") as mounts:
         for line in mounts:
-            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type, device,
-            # (11) options of the file system
+            # proc_pid_mountinfo(5): ... (3) major:minor ... "-" (9) file system type
             if line.split(" ", 3)[2] == wanted:
-                kind, *_, options = line.split(" - ", 1)[1].split()
-                return FileSystem(kind, tuple(options.split(",")))
-    return None
+                return line.split(" - ", 1)[1].split(" ", 1)[0]
+    return ""
 
 
-def is_remote(device: int) -> bool:
-    """Tell whether a device number belongs to a network or user-space file system."""
-    found = file_system(device)
-    return found is not None and found.is_remote
+def is_remote(kind: str) -> bool:
+    """Tell whether a type of file systems is of a network or user space."""
+    return kind.startswith(_REMOTE_FILE_SYSTEMS)
 
 
 # Locks --------------------------------------------------------------------------------------------

@@ -55,16 +55,15 @@ def choose_reading(fd: int, workers: int) -> Reading:
         OSError: the descriptor is none.
     """
     # Not at the top: it imports ctypes, and a worker that waits for its first shard is ready.
-    from shmload._host.procfs import file_system
+    from shmload._host.procfs import file_system, is_remote
 
     found = os.fstat(fd)
-    place = file_system(found.st_dev)
-    kind = place.kind if place else ""
+    kind = file_system(found.st_dev)
     # The pages of a file on overlayfs belong to the file below.
     cached = None if kind == "overlay" else cached_part(fd, found.st_size)
     if found.st_size < _LEAST_NBYTES or kind in _IN_MEMORY or (cached or 0) >= _MOSTLY:
         return Reading(fd)
-    if place and place.is_remote:
+    if is_remote(kind):
         # Requests take long: as many as a worker may have hide that. FUSE fills the page cache by
         # 128 KiB a request, with 12 under way in a whole mount.
         return Reading(fd, max(_READERS, MAX_READERS // workers), open_direct(fd), True)

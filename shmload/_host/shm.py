@@ -244,14 +244,10 @@ def reopen_to_write(fd: int) -> int:
     The file must be this user's, and no other process may change its mode meanwhile. Afterwards it
     is read-only, even if a process that was killed here has left it writable.
     """
-    return _reopen(fd, os.O_WRONLY)
-
-
-def _reopen(fd: int, access: int) -> int:
     mode = stat.S_IMODE(os.fstat(fd).st_mode) & ~0o222
     os.fchmod(fd, mode | stat.S_IWUSR)
     try:
-        return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
     finally:
         os.fchmod(fd, mode)
 

@@ -93,11 +93,12 @@ def home_of(source: Source, component: str) -> Metadata:
     return Metadata(model=model, root=root, component=component, variant=source.variant or "")
 
 
-_NOWHERE = Metadata()
+NOWHERE = Metadata()
+"""Of a segment of no model."""
 
 
 def make_metadata(
-    source: str, identity: str, conversion: str, home: Metadata = _NOWHERE
+    source: str, identity: str, conversion: str, home: Metadata = NOWHERE
 ) -> Metadata:
     """Return what the header of a new segment is to say.
 

@@ -48,11 +48,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     failed_preloads: int = 0
     """How many of them could not be warmed; its log says why."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether its list is done."""
-        return self.preloaded == self.to_preload
-
 
 def service_budget(nbytes: int) -> Budget:
     """Return a service's budget of so many bytes."""

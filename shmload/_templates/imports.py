@@ -286,5 +286,4 @@ def _stamp_of(found: os.stat_result | None) -> tuple[int, ...] | None:
 
 def _is_local(device: int) -> bool:
     """Tell whether every change of a file system comes through this kernel."""
-    found = file_system(device)
-    return found is not None and found.kind in _LOCAL
+    return file_system(device) in _LOCAL

@@ -12,7 +12,6 @@ import shmload
 from shmload import _doctor
 from shmload._cli.main import main
 from shmload._doctor import Finding, diagnose
-from shmload._host.procfs import FileSystem
 from shmload._segments.eviction import Budget
 
 GIB = 1 << 30
@@ -85,7 +84,7 @@ def test_idle_models_count_as_room(facts):
 @pytest.mark.parametrize(
     ("values", "name", "said", "remedy"),
     [
-        ({"file_system": FileSystem("ext4", ())}, "shared memory", "not tmpfs", "mount -t tmpfs"),
+        ({"file_system": "ext4"}, "shared memory", "not tmpfs", "mount -t tmpfs"),
         ({"has_pidfds": False}, "kernel", "a sandbox forbids pidfd_open", "libseccomp2"),
         ({"find_garbage": ["part"]}, "leftovers", "1 for `shmload gc` to remove", "shmload gc"),
         ({"TESTED": None}, "libraries", "tested up to diffusers 0.1", "'diffusers~=0.1.0'"),

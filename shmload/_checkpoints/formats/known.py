@@ -74,9 +74,9 @@ def dequantiser(kind: str, path: str | os.PathLike[str]) -> Callable[[Any], Any]
     return next(of_kind).dequantiser(kind, path)
 
 
-def format_names(formats: Iterable[Format] | None = None) -> str:
-    """Return the names of formats, for messages; None for all."""
-    return " or ".join(known.name for known in (FORMATS if formats is None else formats))
+def format_names() -> str:
+    """Return the names of all formats, for messages."""
+    return " or ".join(known.name for known in FORMATS)
 
 
 def formats_asked(use_safetensors: bool | None) -> tuple[Format, ...]:

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from shmload._host import procfs, reading
-from shmload._host.procfs import FileSystem
 from shmload._host.reading import (
     MAX_READERS,
     READ_NBYTES,
@@ -40,7 +39,7 @@ def fd(tmp_path):
     ],
 )
 def test_reading_follows_from_the_place(fd, monkeypatch, kind, cached, workers, wanted):
-    monkeypatch.setattr(procfs, "file_system", lambda device: FileSystem(kind, ()))
+    monkeypatch.setattr(procfs, "file_system", lambda device: kind)
     monkeypatch.setattr(reading, "open_direct", os.dup)
     monkeypatch.setattr(reading, "cached_part", lambda fd, nbytes: cached)
     found = choose_reading(fd, workers)
