@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a worker may make no progress before it is replaced, in seconds."""
 
     start_timeout_s: Seconds = 60.0
-    """How long a worker may take to start, in seconds."""
+    """How long a load waits for its first worker to be ready, in seconds."""
 
     wait_timeout_s: Seconds = 600.0
     """How long to wait for a segment that another process is decoding, or for room in the budget
