@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shmload._building.mapped import map_ranges
 from shmload._building.single_file import SingleFileMaker
-from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.dtypes import is_auto
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.header import Quants
 from shmload._checkpoints.rule import PLAIN_KINDS, RAW, Rule, wanted_dtype
@@ -86,11 +86,7 @@ class BlocksMaker(SingleFileMaker):
 
     def settle_dtype(self, dtype: object, source: Source) -> object:
         """Return the dtype; for `auto` none, which is the one to compute with."""
-        return (
-            None
-            if isinstance(dtype, str) and dtype == AUTO
-            else super().settle_dtype(dtype, source)
-        )
+        return None if is_auto(dtype) else super().settle_dtype(dtype, source)
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule that leaves blocks as they are, and casts the other tensors.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shmload._checkpoints.library import LIBRARIES
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._compat import class_mapped, is_missing
 from shmload._wording import nearest
@@ -19,8 +20,6 @@ from shmload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-LIBRARIES = ("diffusers", "transformers")
 
 
 def find_class(

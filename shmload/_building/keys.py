@@ -22,6 +22,7 @@ from shmload._building.options import (
     Options,
 )
 from shmload._checkpoints.formats.known import format_named
+from shmload._checkpoints.library import LIBRARIES
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
@@ -31,7 +32,6 @@ from shmload._settings import settings
 
 # Increment it when objects are kept or restored in another way.
 _VERSION = 1
-_LIBRARIES = ("diffusers", "transformers")
 _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
 _SEEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Arguments with which a single file is loaded.
@@ -130,7 +130,7 @@ def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _is_of_library(cls: type | str | None) -> bool:
     """Tell whether a class is a library's: code of another one may run around a load."""
     module = cls.__module__ if isinstance(cls, type) else (cls or "").rpartition(".")[0]
-    return not module or module.partition(".")[0] in _LIBRARIES
+    return not module or module.partition(".")[0] in LIBRARIES
 
 
 def _name_of(cls: type | str | None) -> str | None:
@@ -271,7 +271,7 @@ def _plain(value: object) -> object:
         return dict(value)
     # A configuration of a quantiser; a model, or a function with arguments, shows less than it is.
     package = type(value).__module__.partition(".")[0]
-    is_told = hasattr(value, "to_dict") or package in _LIBRARIES or dataclasses.is_dataclass(value)
+    is_told = hasattr(value, "to_dict") or package in LIBRARIES or dataclasses.is_dataclass(value)
     if not is_told or package == "__main__" or (torch and isinstance(value, torch.nn.Module)):
         raise Incomparable(f"a {type(value).__name__}")
     return [f"{type(value).__module__}.{type(value).__qualname__}", vars(value)]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shmload._checkpoints.dtypes import AUTO, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import TORCH_NAMES, is_auto, parse_dtype
 from shmload._checkpoints.rule import RAW, Rule, likely_rule, rule_for
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.wanted import Wanted
@@ -89,7 +89,7 @@ class Maker:
 
 def is_left_to_library(dtype: object) -> bool:
     """Tell whether a dtype is no dtype: transformers' `auto`, or its dict by a model's parts."""
-    return isinstance(dtype, Mapping) or (isinstance(dtype, str) and dtype == AUTO)
+    return isinstance(dtype, Mapping) or is_auto(dtype)
 
 
 def as_torch(dtype: object) -> object:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmload._building.classes import (
-    LIBRARIES,
     class_made,
     components_by_name,
     components_taken,
@@ -21,9 +20,9 @@ from shmload._building.classes import (
 )
 from shmload._building.maker import Maker, as_torch, is_left_to_library, with_dtype
 from shmload._building.options import CHOOSING_KEYWORDS
-from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.dtypes import is_auto
 from shmload._checkpoints.hub import find_model, find_source
-from shmload._checkpoints.library import whole_libraries
+from shmload._checkpoints.library import LIBRARIES, whole_libraries
 from shmload._checkpoints.rule import (
     RAW,
     Rule,
@@ -162,7 +161,7 @@ class ModelMaker(Maker):
 
         diffusers itself takes float32 for any text.
         """
-        if not (isinstance(dtype, str) and dtype == AUTO):
+        if not is_auto(dtype):
             return dtype
         libraries = {checkpoint.library for checkpoint in source.checkpoints}
         if not libraries.intersection(LIBRARIES):  # its files do not tell; the class does

@@ -13,9 +13,9 @@ import torch
 from shmload._building.maker import is_left_to_library
 from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
-from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
 from shmload._checkpoints.library import libraries_lock
-from shmload._checkpoints.rule import Rule, rule_for, stored_tensors, wanted_dtype
+from shmload._checkpoints.rule import Rule, own_dtype, rule_for, stored_tensors, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import plain_weights_in
 from shmload._compat import float32_patterns, indivisible_classes
@@ -148,7 +148,7 @@ def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Comp
         kept = _parts_pattern(rule.fp32_parts)
     elif issubclass(model_class or object, PreTrainedModel):
         # No dtype means float32 up to version 4, and from 5 on the checkpoint's own.
-        target = target or rule.target or _own_dtype(checkpoint)
+        target = target or rule.target or parse_dtype(own_dtype(checkpoint) or "float32")
         dtype = getattr(torch, TORCH_NAMES[target])
         model = make_meta_model(model_class, checkpoint, dtype)
         kept = _parts_pattern(float32_patterns(model, target))
@@ -168,14 +168,6 @@ def _from_class(checkpoint: Checkpoint, rule: Rule, torch_dtype: object) -> Comp
 def _parts_pattern(parts: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern for names with one of some dotted parts; both libraries match like that."""
     return re.compile("|".join(rf"(^|\.){part}($|\.)" for part in parts)) if parts else None
-
-
-def _own_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that transformers assumes for a checkpoint."""
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if named:
-        return parse_dtype(named)
-    return next((t.dtype for t in stored_tensors(checkpoint) if t.dtype in FLOATS), "F32")
 
 
 def _opaque(name: str, nbytes: int) -> Component:

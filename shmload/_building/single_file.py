@@ -16,7 +16,7 @@ import msgspec
 
 from shmload._building.classes import components_by_name, find_class, require_class
 from shmload._building.maker import Maker, with_dtype
-from shmload._checkpoints.dtypes import AUTO
+from shmload._checkpoints.dtypes import is_auto
 from shmload._checkpoints.hub import bring_file, find_cached, find_source
 from shmload._checkpoints.indexes import read_json
 from shmload._checkpoints.remote import is_url
@@ -113,9 +113,7 @@ class SingleFileMaker(Maker):
         """
         if isinstance(dtype, Mapping):
             raise ArgumentError(f"dtype is {dtype!r}; the models of a file get one dtype")
-        if isinstance(dtype, str) and dtype == AUTO:
-            return most_common_dtype(source)
-        return dtype
+        return most_common_dtype(source) if is_auto(dtype) else dtype
 
     def likely_rule(self, checkpoint: Checkpoint, dtype: object) -> Rule:
         """Return the rule of all classes; without a dtype their models have float32."""

@@ -127,6 +127,11 @@ def dtype_by_component(texts: Sequence[str]) -> str | dict[str, str] | None:
     return by_component
 
 
+def is_auto(dtype: object) -> bool:
+    """Tell whether a dtype is the name for those of the checkpoints."""
+    return isinstance(dtype, str) and dtype == AUTO
+
+
 def parse_dtype(dtype: object) -> str:
     """Return the safetensors name of a floating dtype given in any of the usual ways.
 
@@ -156,7 +161,7 @@ def torch_names(dtype: object) -> Any:
     """
     if isinstance(dtype, Mapping):
         return {str(name): torch_names(each) for name, each in sorted(dtype.items())}
-    if dtype is None or (isinstance(dtype, str) and dtype == AUTO):
+    if dtype is None or is_auto(dtype):
         return dtype
     return TORCH_NAMES[parse_dtype(dtype)]
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from shmload._host.changes import add_lock
 from shmload.errors import LibraryError
 
+LIBRARIES = ("diffusers", "transformers")
+
 libraries_lock = add_lock()
 """Held by the thread that makes models for shmload."""
 _is_inside: ContextVar[bool] = ContextVar("shmload_inside_a_load", default=False)

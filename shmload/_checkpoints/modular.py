@@ -14,14 +14,13 @@ import msgspec
 
 from shmload._checkpoints.hub import find_cached, find_model, find_source, hub_file_of
 from shmload._checkpoints.indexes import listed_specs, read_json
+from shmload._checkpoints.library import LIBRARIES
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.resolve import WITHOUT_WEIGHTS, subfolder_of
 from shmload._checkpoints.source import Checkpoint, Source, no_component
 from shmload._checkpoints.wanted import Hub, Wanted
 from shmload._checkpoints.weights import weights_in
 from shmload.errors import CheckpointError, ShmloadError
-
-_LIBRARIES = ("diffusers", "transformers")
 
 
 def find_whole_source(wanted: Wanted) -> Source:
@@ -116,7 +115,7 @@ def _find(name: str, spec: Mapping[str, Any], source: str, wanted: Wanted) -> Ch
     if not found.checkpoints:
         return Checkpoint(component=name, folder=found.root / hub.folder, shards=())
     own = msgspec.structs.replace(found.checkpoints[0], component=name)
-    if library in _LIBRARIES and not class_name.startswith("Auto"):
+    if library in LIBRARIES and not class_name.startswith("Auto"):
         own = msgspec.structs.replace(own, library=library, class_name=class_name)
     return own
 

@@ -16,11 +16,11 @@ from typing import Any, Self
 import msgspec
 
 from shmload._checkpoints.dtypes import (
-    AUTO,
     BLOCKS,
     FLOATS,
     TORCH_NAMES,
     WITHIN_F32,
+    is_auto,
     parse_dtype,
     prevailing_dtype,
 )
@@ -237,17 +237,17 @@ def settle_dtype(dtype: object, source: Source, passed: Collection[str] = ()) ->
                 raise no_component(str(name), source.given, known - {"default"})
     if source.is_modular and isinstance(dtype, Mapping):
         dtype = given = {"default": None, **given}  # the library leaves the others to their classes
-    if not any(map(_is_auto, given.values())):
+    if not any(map(is_auto, given.values())):
         return dtype
     by_name = {checkpoint.component: checkpoint for checkpoint in source.checkpoints}
     if not source.is_pipeline:
         chosen = given.get("", given.get("default", _DEFAULT))
-        return _own_dtype(by_name[""]) if _is_auto(chosen) else chosen
-    settled = {name: value for name, value in given.items() if not _is_auto(value)}
+        return own_dtype(by_name[""]) if is_auto(chosen) else chosen
+    settled = {name: value for name, value in given.items() if not is_auto(value)}
     for name in source.components:
-        if _is_auto(given.get(name, given.get("default"))):
+        if is_auto(given.get(name, given.get("default"))):
             found = by_name.get(name)
-            own = _own_dtype(found) if found else _configured(config_of(source.folder_of(name)))
+            own = own_dtype(found) if found else _configured(config_of(source.folder_of(name)))
             settled[name] = own or _DEFAULT
     return {"default": _DEFAULT} | settled
 
@@ -262,11 +262,7 @@ def most_common_dtype(source: Source) -> str:
     return _named(prevailing_dtype(floats)) or _DEFAULT
 
 
-def _is_auto(dtype: object) -> bool:
-    return isinstance(dtype, str) and dtype == AUTO
-
-
-def _own_dtype(checkpoint: Checkpoint) -> str | None:
+def own_dtype(checkpoint: Checkpoint) -> str | None:
     """Return torch's name of a checkpoint's dtype; None if it has no class or no floats."""
     if not checkpoint.class_name:
         return None

@@ -5,7 +5,7 @@ import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from shmload._checkpoints.dtypes import AUTO, NBITS, TORCH_NAMES, parse_dtype
+from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, is_auto, parse_dtype
 from shmload._checkpoints.formats.known import read_header
 from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.quantised import says_quantised
@@ -83,7 +83,7 @@ def load_state_dict(
         raise ArgumentError(f"{path} is a pipeline; give one component's directory or file")
     require_read(source, wanted)
     dtype = wanted.dtype
-    is_stored = dtype is None or (isinstance(dtype, str) and dtype == AUTO)
+    is_stored = dtype is None or is_auto(dtype)
     rule = Rule(target=None if is_stored else parse_dtype(dtype))
     rules = {each.component: RAW if says_quantised(each) else rule for each in source.checkpoints}
     stay = Stay.RESIDENT if keep else Stay.PRIVATE
