@@ -23,7 +23,7 @@ from shmload._building.maker import Maker
 from shmload._building.mapped import hold_leases, is_unread_in, plain_tensors
 from shmload._building.options import QUANTISING_KEYWORDS
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.library import inside, libraries_lock
+from shmload._checkpoints.library import inside, making
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.rule import Rule, forget_rule
 from shmload._checkpoints.source import Source, weight_files
@@ -139,7 +139,7 @@ class Build:
         """Build the pipeline from a view of the segments."""
         given = self._source.given
         # A child that another thread forked meanwhile would keep what the libraries patch.
-        with libraries_lock, forks_wait():
+        with making(), forks_wait():
             if not self._source.checkpoints and self._is_local:
                 return self._from_path(given)  # there are no other files to lend
             with View(self._source.root, self._files()) as view:

@@ -22,7 +22,7 @@ from shmload._building.options import (
     Options,
 )
 from shmload._checkpoints.formats.known import format_named
-from shmload._checkpoints.library import LIBRARIES
+from shmload._checkpoints.library import LIBRARIES, default_dtype
 from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
@@ -227,10 +227,10 @@ def _defaults() -> list[str] | None:
     """Return torch's defaults, those of a new process if it is not imported; None under a mode."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):  # another thread imports it
-        return ["torch.float32", "True"]
+        return [default_dtype(), "True"]
     if torch.is_inference_mode_enabled() or is_in_mode():  # a default device is such a mode
         return None
-    return [str(torch.get_default_dtype()), str(torch.is_grad_enabled())]
+    return [default_dtype(), str(torch.is_grad_enabled())]
 
 
 def _lacks_weights() -> bool:

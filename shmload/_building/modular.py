@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from shmload._building.classes import find_class
-from shmload._checkpoints.library import inside, libraries_lock, whole_libraries
+from shmload._checkpoints.library import inside, making, whole_libraries
 from shmload._checkpoints.modular import component_failed, is_absent, is_foreign
 from shmload._checkpoints.source import no_component
 from shmload._checkpoints.wanted import Wanted
@@ -71,7 +71,7 @@ def make_modular(
         cls = find_class(cls, "pipeline_class", [diffusers])
     named = {*inspect.signature(cls.from_pretrained).parameters, "revision"}
     own = {name: value for name, value in kwargs.items() if name in named | _OF_BOTH}
-    with whole_libraries(), libraries_lock, inside():
+    with whole_libraries(), making(), inside():
         pipe = cls.from_pretrained(wanted.source, **own)
     held = {*component_specs(pipe), *pipe.config}
     passed = {name: value for name, value in kwargs.items() if name in held}
@@ -140,7 +140,7 @@ def _load(
         models[spec.name] = model
     pipe.register_components(**models)
     others = [spec for spec in specs if spec.name not in models and not _is_left_out(spec, wanted)]
-    with whole_libraries(), libraries_lock, inside():
+    with whole_libraries(), making(), inside():
         pipe.load_components([spec.name for spec in others], **given)
     for spec in others:  # the library only warns of one that it cannot load
         if _source_of(spec) and spec.type_hint and getattr(pipe, spec.name, None) is None:

@@ -14,7 +14,7 @@ from shmload._building.maker import is_left_to_library
 from shmload._building.mapped import modules_of
 from shmload._building.rules import find_class, make_meta_model
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES, converted_nbytes, parse_dtype
-from shmload._checkpoints.library import libraries_lock
+from shmload._checkpoints.library import making
 from shmload._checkpoints.rule import Rule, own_dtype, rule_for, stored_tensors, wanted_dtype
 from shmload._checkpoints.source import Checkpoint, Source
 from shmload._checkpoints.weights import plain_weights_in
@@ -124,7 +124,7 @@ def _describe(checkpoint: Checkpoint, torch_dtype: object) -> Component:
     is_known = checkpoint.class_name and checkpoint.config
     if is_known and not checkpoint.config.get("quantization_config"):
         try:
-            with libraries_lock:
+            with making():
                 return _from_class(checkpoint, rule, torch_dtype)
         except Exception as exc:  # whatever went wrong: the component is placed as a whole
             logger.info("%s cannot be divided: %s", checkpoint.class_name, exc)

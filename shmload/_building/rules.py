@@ -11,7 +11,7 @@ from typing import Any
 from packaging import version
 
 from shmload._checkpoints.dtypes import TORCH_NAMES
-from shmload._checkpoints.library import libraries_lock
+from shmload._checkpoints.library import making
 from shmload._checkpoints.rule import RAW, Rule
 from shmload._checkpoints.source import Checkpoint
 from shmload._compat import (
@@ -31,7 +31,7 @@ _WIDENED = Rule(target="F32", is_widening=True)
 
 def import_libraries() -> None:
     """Import what `derive_rule` needs."""
-    with libraries_lock:
+    with making():
         import diffusers
         import transformers
 
@@ -51,7 +51,7 @@ def derive_rule(
     Returns:
         The rule; the raw one if the class is unknown or the rule cannot be derived.
     """
-    with libraries_lock:
+    with making():
         import transformers
         from diffusers import ModelMixin
         from transformers import PreTrainedModel

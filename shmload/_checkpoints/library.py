@@ -22,6 +22,10 @@ LIBRARIES = ("diffusers", "transformers")
 
 libraries_lock = add_lock()
 """Held by the thread that makes models for shmload."""
+# Of torch, as it was when that thread began; one more for each time that it began within.
+_default_dtypes: list[str] = []
+# Until a thread with the lock has noted the default dtype.
+_BRIEF_S = 0.001
 _is_inside: ContextVar[bool] = ContextVar("shmload_inside_a_load", default=False)
 
 
@@ -60,6 +64,37 @@ def library(module: Literal["makers", "module_trees", "rules"]) -> Any:
 
 
 # While they make models ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def making() -> Iterator[None]:
+    """Let no other thread make models in the block."""
+    with libraries_lock:
+        _default_dtypes.append(_default_dtype_now())
+        try:
+            yield
+        finally:
+            _default_dtypes.pop()
+
+
+def default_dtype() -> str:
+    """Return torch's default dtype; while another thread makes models, as it was before.
+
+    It does not wait for the end of that, which may take a minute.
+    """
+    while not libraries_lock.acquire(timeout=_BRIEF_S):
+        noted = _default_dtypes[:1]  # in one step: the other thread may end
+        if noted:
+            return noted[0]
+    try:
+        return _default_dtype_now()
+    finally:
+        libraries_lock.release()
+
+
+def _default_dtype_now() -> str:
+    get = getattr(sys.modules.get("torch"), "get_default_dtype", None)
+    return str(get()) if get else "torch.float32"  # that of a new process
 
 
 def is_inside() -> bool:

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import threading
 
 import diffusers
 import pytest
@@ -219,6 +220,24 @@ def test_change_of_a_dtype_or_mode_is_another(saved, built):
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(built) == before + 3
+
+
+def test_default_dtype_counts_as_it_was_before_another_threads_build(saved, built, monkeypatch):
+    source, other = saved("stable-diffusion"), saved("sdxl")
+    unet, construct = diffusers.UNet2DConditionModel, diffusers.UNet2DConditionModel._set_time_proj
+    load(source)
+
+    def load_beside(*args, **kwargs):
+        assert torch.get_default_dtype() is BF16
+        thread = threading.Thread(target=load, args=(source,))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()  # it waits for no build
+        return construct(*args, **kwargs)
+
+    monkeypatch.setattr(unet, "_set_time_proj", load_beside)
+    load(other)
+    assert (len(built), kept()) == (2, ["whole"] * 2)
 
 
 def test_program_that_chooses_other_dtypes_has_it_built_anew(
