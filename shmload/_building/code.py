@@ -6,11 +6,11 @@ bases, come from the files that they came from, and have the constructors of the
 
 import functools
 import hashlib
+import logging
 import os
 import site
 import sys
 import sysconfig
-import time
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -33,9 +33,6 @@ _MAKERS = (
 )  # fmt: skip
 # What programs set on a class to have other dtypes.
 _CHOOSE_DTYPES = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-_STARTED_AT_FIELD = 19
-"""The field of /proc/self/stat (proc_pid_stat(5)), counted after the command's name."""
-_TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 
 
 Stamp = tuple[int, int, int]
@@ -76,7 +73,7 @@ def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
             found[name] = _stamp_of(path)
         elif package not in found:
             found[package] = _stamp_of_all(editable[package])
-    if max((mtime for *_, mtime in found.values()), default=0) > _process_began_ns():
+    if max((mtime for *_, mtime in found.values()), default=0) > _logging_began_ns():
         raise CannotKeepHere("a file of a library has changed since this process began")
     return found
 
@@ -160,9 +157,11 @@ def _number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def _process_began_ns() -> int:
-    """Return when this process began, in nanoseconds since the epoch; some ms too early."""
-    with open("/proc/self/stat", "rb", buffering=0) as file:
-        ticks = int(file.read().rpartition(b")")[2].split()[_STARTED_AT_FIELD])
-    uptime_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * _TICK_NS
-    return time.time_ns() - uptime_ns
+def _logging_began_ns() -> float:
+    """Return when `logging` was imported, in nanoseconds since the epoch.
+
+    The libraries import it before their models. A forked child may have their code from its parent,
+    and is younger than that.
+    """
+    record = logging.makeLogRecord({})
+    return record.created * 1e9 - record.relativeCreated * 1e6

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 
 import diffusers
 import pytest
@@ -302,6 +303,24 @@ def test_error_that_the_program_handles_keeps_its_locals(saved, built, monkeypat
         frame = error.__traceback__.tb_next.tb_frame
     assert frame.f_locals == {"mine": "value"}
     assert len(built) == 1 + is_kept
+
+
+FORKED = """
+import os, sys, diffusers, shmload
+from shmload._building import code
+os.environ["SHMLOAD_REMEMBER"] = "1"
+stamp_of = code._stamp_of
+code._stamp_of = lambda path: stamp_of(path)[:2] + (int(sys.argv[2]),)
+shmload.load_pipeline(sys.argv[1], keep=True, progress=False)
+print("LOADED", flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_child_is_as_old_as_the_code_of_its_parent(saved, warm_python, child, is_before):
+    changed_at = 0 if is_before else time.time_ns()
+    child(FORKED, saved("stable-diffusion"), changed_at).expect("LOADED")
+    assert kept() == (["whole"] if is_before else [])
 
 
 # What is not remembered ---------------------------------------------------------------------------
