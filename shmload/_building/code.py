@@ -50,7 +50,8 @@ def code_of(things: Iterable[Any]) -> dict[str, Stamp]:
     """
     installed, editable = _installed(), _editable()
     found: dict[str, Stamp] = {}
-    for thing in {base for each in things for base in _bases(each)}:
+    # Bases first: a program's own class in a library's place shows by what it is derived from.
+    for thing in dict.fromkeys(base for each in things for base in reversed(_bases(each))):
         name = str(thing.__module__)
         package = name.partition(".")[0]
         if isinstance(thing, type):
@@ -94,17 +95,18 @@ def require_same(things: Iterable[Any], code: dict[str, Stamp]) -> None:
         raise CannotKeep(f"the code of {changed} has changed")
 
 
-def _bases(thing: Any) -> Iterable[Any]:
+def _bases(thing: Any) -> tuple[Any, ...]:
     return thing.__mro__ if isinstance(thing, type) else (thing,)
 
 
 def _require_own(kind: type, package: str, folders: tuple[str, ...]) -> None:
-    """Check that a library's code makes a class, which is what its package has by its name."""
-    named = vars(sys.modules.get(package, object)).get(kind.__name__)
-    if isinstance(named, type) and named is not kind:
-        is_other = named.__module__.partition(".")[0] != package or named.__name__ != kind.__name__
-        if is_other:
-            raise CannotKeepHere(f"{package}.{kind.__name__} was replaced")
+    """Check that a library's code makes a class, which its package and module have by its name."""
+    for home in (package, kind.__module__):
+        named = vars(sys.modules.get(home, object)).get(kind.__qualname__)
+        if isinstance(named, type) and named is not kind:
+            from_package = named.__module__.partition(".")[0] == package
+            if not from_package or named.__name__ != kind.__name__:
+                raise CannotKeepHere(f"{home}.{kind.__name__} was replaced")
     for name in _MAKERS:
         made_by = vars(kind).get(name)
         function = getattr(made_by, "__func__", made_by)  # of a class or static method

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 
@@ -272,7 +273,19 @@ def replace_a_class(monkeypatch):
     monkeypatch.setattr(diffusers, "DDIMScheduler", DDIMScheduler)
 
 
-@pytest.mark.parametrize("replace", [replace_a_constructor, replace_a_class])
+def replace_a_class_where_it_is_made(monkeypatch):
+    class DDIMScheduler(diffusers.DDIMScheduler):
+        is_mine = True
+
+    module = sys.modules[diffusers.DDIMScheduler.__module__]
+    for home in (module, diffusers.schedulers):
+        monkeypatch.setattr(home, "DDIMScheduler", DDIMScheduler)
+    monkeypatch.delitem(vars(diffusers), "DDIMScheduler")  # not looked up there yet
+
+
+@pytest.mark.parametrize(
+    "replace", [replace_a_constructor, replace_a_class, replace_a_class_where_it_is_made]
+)
 def test_program_that_replaces_code_builds_for_itself(saved, built, replace, monkeypatch):
     source = saved("stable-diffusion")
     load(source)
