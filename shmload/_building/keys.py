@@ -105,6 +105,8 @@ def key_of_load(
     }
     # An index may name shards outside of the source.
     read = (source.root, *source.shards, *map(Path, configs), *source.folders.values())
+    if not source.is_pipeline:
+        read += _folders_beside(source.root)
     try:
         return key_of(read, facts, next(iter(source.shards), None))
     except Incomparable:
@@ -114,6 +116,14 @@ def key_of_load(
 def is_chosen_elsewhere(root: Path, given: Mapping[str, Any]) -> bool:
     """Tell whether diffusers chooses a configuration by a file's keys, in the hub."""
     return root.is_file() and given.get("config") is None
+
+
+def _folders_beside(folder: Path) -> tuple[Path, ...]:
+    """Return the folders that `MultiControlNetModel` also reads, and the next, which is missing."""
+    found = [Path(f"{folder}_1")]
+    while found[-1].is_dir():
+        found.append(Path(f"{folder}_{len(found) + 1}"))
+    return tuple(found)
 
 
 def own_quantisers(kwargs: Mapping[str, Any]) -> dict[str, Any]:

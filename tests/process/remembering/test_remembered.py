@@ -14,7 +14,7 @@ import pytest
 import torch
 from comparing import assert_equal, assert_modules_equal, reference
 from mappings import copied_nbytes
-from pipelines import FAMILIES
+from pipelines import FAMILIES, build
 from remembering import BF16, change_scheduler, change_weights_at_the_same_time, kept, load
 from safetensors.torch import load_file, save_file
 
@@ -206,6 +206,18 @@ def test_change_has_it_built_anew(copied, built, change, monkeypatch):
     for _ in range(2):
         assert_equal(load(source), wanted)
     assert len(built) == before + 1
+
+
+def test_folders_beside_the_source_count_for_a_class_that_reads_them(tmp_path):
+    net = diffusers.ControlNetModel.from_unet(build("stable-diffusion").unet)
+    source = str(tmp_path / "net")
+    for number, folder in enumerate((source, f"{source}_1", f"{source}_1", f"{source}_2")):
+        with torch.no_grad():
+            net.conv_in.bias.fill_(number)
+        net.save_pretrained(folder)
+        for _ in range(2):
+            made = shmload.load_model("MultiControlNetModel", source, keep=True)
+            assert made.nets[-1].conv_in.bias[0] == number
 
 
 def test_change_of_a_dtype_or_mode_is_another(saved, built):
