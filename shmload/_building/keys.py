@@ -27,6 +27,7 @@ from shmload._checkpoints.remote import mirrors_folder
 from shmload._checkpoints.source import Source
 from shmload._compat import is_in_mode
 from shmload._host.files import files_below, fingerprint
+from shmload._runtimes.kinds import may_have_accelerators
 from shmload._segments.names import built_name
 from shmload._settings import settings
 
@@ -36,6 +37,8 @@ _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
 _SEEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Arguments with which a single file is loaded.
 _CONFIGS = ("config", "original_config")
+# Methods of quantisers. A tuple: a configuration may name anything.
+_BY_GPU = ("fp8", "mxfp4")
 # Plain values that have the library run other code, or return something else.
 _MEANS_MORE = {
     "from_flax", "ignore_mismatched_sizes", "output_loading_info", "trust_remote_code",
@@ -82,6 +85,7 @@ def key_of_load(
     # With links, files lie in no segment.
     is_asked = is_quantised or (settings().remember and not options.may_link)
     configs = [given[name] for name in _CONFIGS if name in given]
+    quantised = [each.config.get("quantization_config") for each in source.checkpoints]
     # An adapter names its base model, whose files lie elsewhere.
     adapter = source.root / str(given.get("subfolder", "")) / "adapter_config.json"
     if (
@@ -89,6 +93,7 @@ def key_of_load(
         or not (is_asked and options.leaves_on_host)
         or not _is_of_library(cls)
         or adapter.exists()
+        or any(map(_depends_on_gpu, (given.get("quantization_config"), *quantised)))
         or not all(_is_comparable(name, value) for name, value in given.items())
         or not all(isinstance(each, str | Path) and os.path.exists(each) for each in configs)
     ):
@@ -116,6 +121,16 @@ def key_of_load(
 def is_chosen_elsewhere(root: Path, given: Mapping[str, Any]) -> bool:
     """Tell whether diffusers chooses a configuration by a file's keys, in the hub."""
     return root.is_file() and given.get("config") is None
+
+
+def _depends_on_gpu(quantised: object) -> bool:
+    """Tell whether transformers makes floats of such weights where no GPU can compute with them.
+
+    Args:
+        quantised: the configuration of a quantiser.
+    """
+    values = quantised if isinstance(quantised, Mapping) else getattr(quantised, "__dict__", {})
+    return values.get("quant_method") in _BY_GPU
 
 
 def _folders_beside(folder: Path) -> tuple[Path, ...]:
@@ -196,7 +211,8 @@ def key_of(
         "files": files,
         "defaults": defaults,
         "python": [sys.version, sys.prefix, sys.flags.optimize, platform.machine()],
-        # Without a GPU transformers makes floats of some quantised weights.
+        # Without a GPU transformers makes other tensors of some quantised weights.
+        "has_gpus": may_have_accelerators(),
         "hides_gpus": [os.environ.get(name) in ("", "-1") for name in _SEEN_GPUS],
         "packages": list(dict.fromkeys(n for folder in sys.path for n in _distributions(folder))),
         "variables": sorted(each for each in os.environ.items() if each[0].startswith(_VARIABLES)),

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import os
 import re
 import shutil
@@ -170,6 +171,10 @@ def hide_gpus(source, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+def add_a_gpu(source, monkeypatch):
+    monkeypatch.setattr("shmload._building.keys.may_have_accelerators", lambda: True)
+
+
 def change_code(source, monkeypatch):
     stamp_of = code._stamp_of
     file = diffusers.AutoencoderKL.__init__.__wrapped__.__code__.co_filename
@@ -191,6 +196,7 @@ CHANGES = [
     install_a_package,
     install_a_package_again,
     hide_gpus,
+    add_a_gpu,
     change_code,
     change_a_version,
 ]
@@ -402,6 +408,17 @@ def test_adapter_is_built_each_time(saved, tmp_path):
     for path, count in ((source, 1), (adapted, 1)):
         shmload.load_model("UNet2DConditionModel", path, keep=True)
         assert len(kept()) == count
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_weights_that_become_floats_without_a_gpu_are_built_each_time(copied, built, method):
+    source = copied("stable-diffusion")
+    file = source / "text_encoder" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    for _ in range(2):
+        load(source)
+    assert (len(built), kept()) == (2, [])
 
 
 def test_pipeline_that_takes_a_prior_from_elsewhere_is_built_each_time(saved, built, monkeypatch):
