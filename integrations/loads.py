@@ -5,7 +5,6 @@ raise.
 """
 
 import os
-import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -18,7 +17,7 @@ from shmload._checkpoints.library import whole_libraries
 from shmload._checkpoints.remote import is_url
 from shmload._checkpoints.wanted import is_publication
 from shmload._checkpoints.weights import is_single_file
-from shmload._host.collector import freeze_imports, paused_gc
+from shmload._host.collector import freezing_imports, paused_gc
 from shmload._loading.trace import Phase, during, tracing
 from shmload.errors import ArgumentError
 
@@ -295,13 +294,10 @@ def _load_modular(call: Call) -> Any:
             "download it, and give its directory"
         )
     by_name = devices if isinstance(devices, Mapping) else {}
-    is_cold = "diffusers" not in sys.modules
     with whole_libraries():
-        # Not at the top: it imports diffusers.
-        from shmload._building.modular import make_modular
-
-        if is_cold:
-            freeze_imports()
+        with freezing_imports():
+            # Not at the top: it imports diffusers.
+            from shmload._building.modular import make_modular
         return make_modular(call.wanted, call.cls, call.kwargs, by_name, load_component)
 
 

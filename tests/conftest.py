@@ -158,7 +158,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_finish() -> None:
     # Else each collection of garbage, here and in forked children, visits all modules and tests.
     gc.collect()
-    collector.freeze_imports()
+    collector.freeze()
 
 
 def _take_own_shared_memory() -> bool:

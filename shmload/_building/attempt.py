@@ -23,7 +23,7 @@ from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source, find_left_out
 from shmload._decoding.allowance import Bound
 from shmload._devices.destination import Destination
-from shmload._host.collector import forget_locals, freeze_imports
+from shmload._host.collector import forget_locals, freezing_imports
 from shmload._loading.holdings import linger
 from shmload._loading.load import Load
 from shmload._loading.progress import Progress
@@ -165,12 +165,9 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         )
         load = loads.enter_context(begin(self.source, rules, parent_is_busy=is_cold))
         doing = "importing diffusers, transformers and torch" if is_cold else ""
-        with self.progress.during(Phase.IMPORT, doing):
+        with self.progress.during(Phase.IMPORT, doing), freezing_imports():
             taken = self.maker.import_classes(self.source)
             import shmload._building.build  # noqa: F401 for the build
-
-            if is_cold:
-                freeze_imports()
         if self.destination:
             # Not at the top: it imports torch.
             from shmload._building.placing import require_fit

@@ -1,6 +1,8 @@
 """The garbage collector around loads."""
 
 import gc
+import sys
+import weakref
 
 import pytest
 
@@ -17,6 +19,21 @@ def test_frozen_objects_are_not_counted(monkeypatch):
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_a_program_dropped_before_the_imports_goes(monkeypatch):
+    class Circle:
+        def __init__(self):
+            self.itself = self
+
+    monkeypatch.delitem(sys.modules, "diffusers", raising=False)
+    with collector.paused_gc():
+        dropped = weakref.ref(Circle())
+        with collector.freezing_imports():
+            pass
+    gc.collect()
+    assert dropped() is None
 
 
 def test_all_pauses_of_a_thread_are_given_back_while_it_waits():
