@@ -17,6 +17,7 @@ _EMBEDDINGS = "embeddings" if transformers.__version__ >= "5" else "text_model.e
 # Components of the tests' Flux, in the order of the pipeline: 71, 74, 186 and 85 KiB.
 WRONG = [
     ({"device_map": {"": "gpu"}}, "did you mean 'cuda'"),
+    ({"device_map": {"": 0, "vae": "disk"}}, "do not wait on a disk"),
     ({"device_map": {"": "cuda:7"}}, "names cuda:7, and the devices are cuda:0, cuda:1, cpu"),
     ({"device_map": {"": 0, "vea": 1}}, "no component 'vea'.*did you mean 'vae'"),
     ({"device_map": {"": 0, "tokenizer": 1}}, "no component 'tokenizer'; it has text_encoder"),
@@ -111,13 +112,6 @@ def test_wrong_map_leaves_a_module_as_it_was(accelerators, arguments, match):
         shmload.to_device(model, **arguments)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert not hasattr(model, "hf_device_map")
-
-
-def test_weights_do_not_wait_on_a_disk(saved, accelerators, built):
-    for device_map in ("disk", {"": 0, "vae": "disk"}):
-        with pytest.raises(shmload.ArgumentError, match="do not wait on a disk"):
-            load(saved("flux"), device_map=device_map, offload_folder="f")
-    assert built == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import block, blocks, flux, leaf, model
 
-from shmload import ArgumentError, UnknownComponent
+from shmload import ArgumentError
 from shmload._placement.device_map import expand, number_patterns, parse_device_map
 from shmload._placement.inventory import parse_inventory
 
@@ -67,19 +67,9 @@ def test_model_without_a_pipeline_has_paths_of_its_own():
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_unknown_component_is_told_the_known_ones_and_the_nearest():
-    with pytest.raises(UnknownComponent) as caught:
-        _devices({"transfrmer": 0, "": 0})
-    assert str(caught.value) == (
-        "the pipeline has no component 'transfrmer'; it has text_encoder, text_encoder_2, "
-        "transformer, vae; did you mean 'transformer'?"
-    )
-
-
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("transformer.transformer_block.0", "did you mean 'transformer_blocks'?"),
         ("transformer.transformer_blocks.4", r"transformer_blocks has no module '4'; it has 0 to"),
         ("vae.decoder.x", r"vae.decoder has no module 'x'; it cannot be divided"),
     ],
@@ -94,26 +84,18 @@ def test_unknown_module_is_told_the_known_ones_and_the_nearest(path, reason):
     [
         ("auot", "did you mean 'auto'"),
         ("gpu", r"'gpu' is not a device .*, balanced.*; did you mean 'cuda'"),
-        ({"": "gpu:1"}, r"meta, offload\); did you mean 'cuda'"),
-        ("cuda:7", r"names cuda:7, and the devices are cuda:0, "),
         (None, "None is not a device"),
         ({"": "balanced"}, "for a whole pipeline"),
         ({1: 0}, "its key 1 is not"),
         (functools.reduce(lambda inner, _: {"a": inner}, range(3000), 0), "more than 100 levels"),
-        ({"transformer": 0}, "says nothing of text_encoder, text_encoder_2, vae; a default"),
         (
             {"text*": 0, "vae": 0, "transformer": {"x_embedder": 0, "*_blocks.[0-2]": 1}},
             r"transformer.pos_embed, transformer.transformer_blocks.3, .* and 10 more; a default",
         ),
         (
-            {"": 0, "transformer.transformer_blocks.0.ff": 1},
-            r"transformer_blocks.0 must stay whole, but transformer.transformer_blocks.0.ff would",
-        ),
-        (
             {"transformer.transformer_blocks.0.ff": 1, "vae": 0},
             "must stay whole, but .*; give it one",
         ),
-        ({"": 0, "text_encoder_2.shared": 1}, "share a tensor: .*shared on cuda:1"),
     ],
 )
 def test_map_that_cannot_work_is_refused_with_the_reason(device_map, reason):

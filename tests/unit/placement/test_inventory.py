@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from shmload._placement import inventory
 from shmload._placement.inventory import canonical_device, choose_inventory, parse_inventory
 from shmload.errors import ArgumentError
 
@@ -83,16 +82,6 @@ def test_headroom_is_left_on_accelerators_only(configure):
     found = parse_inventory("1x4GiB,cpu=4GiB")
     assert [device.room_nbytes for device in found.devices] == [3 * GIB, 4 * GIB]
     assert [device.nbytes for device in found.devices] == [4 * GIB, 4 * GIB]
-
-
-def test_max_memory_names_devices_that_are_there(monkeypatch):
-    here = parse_inventory("2x24GiB,cpu=8GiB")
-    monkeypatch.setattr(inventory, "machine_inventory", lambda *_: here)
-    found = choose_inventory(None, {1: GIB})
-    assert _sizes(found) == {"cuda:1": GIB, "cpu": 8 * GIB}
-    for given in (None, "2x80GiB"):
-        with pytest.raises(ArgumentError, match=r"max_memory: it names cuda:2, .*cuda:0, cuda:1"):
-            choose_inventory(given, {0: GIB, 2: GIB})
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,15 @@
 """Which arguments of `from_pretrained` go to shmload, which are dropped, which are left."""
 
-from pathlib import Path
-
-import diffusers
 import pytest
 import torch
 
-from shmload._compat import dtype_keyword
 from shmload._redirecting.calls import InDoubt, read_call
 
 _KINDS = ("pipeline", "diffusers model", "transformers model")
-_CONFIG = diffusers.QuantoConfig(weights_dtype="int8")
-_PART = torch.nn.Linear(1, 1)
 
 
 def read(kind, *args, **kwargs):
     return read_call(kind, "path", args, kwargs)
-
-
-@pytest.mark.parametrize("kind", _KINDS)
-def test_plain_arguments_pass(kind):
-    found = read(kind, "a", torch_dtype=torch.float16, variant="fp16", use_safetensors=True)
-    assert found == ("a", torch.float16, {"variant": "fp16", "use_safetensors": True})
-    assert read(kind, path="a", revision=None) == ("a", None, {})
-    assert read(kind, Path("a"), local_files_only=True)[2] == {"local_files_only": True}
-    assert read(kind, "a", quantization_config=_CONFIG).kwargs == {"quantization_config": _CONFIG}
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -72,13 +57,6 @@ def test_odd_sources_are_left_to_the_library(kwargs):
         read("pipeline", "a", "b")
 
 
-def test_components_pass_to_pipelines_only():
-    given = {"unet": diffusers.UNet2DModel, "safety_checker": None}
-    assert read("pipeline", "a", **given).kwargs == given
-    with pytest.raises(InDoubt, match="unet=<Linear>"):
-        read("diffusers model", "a", unet=_PART)
-
-
 def test_names_of_dtypes_pass_to_models_of_transformers_only():
     assert read("transformers model", "a", dtype="auto").dtype == "auto"
     for kind in ("pipeline", "diffusers model"):
@@ -92,9 +70,3 @@ def test_dtypes_by_component_pass_to_pipelines_only():
     for kind, dtypes in (("transformers model", by_component), ("pipeline", {"unet": None})):
         with pytest.raises(InDoubt):
             read(kind, "a", torch_dtype=dtypes)
-
-
-@pytest.mark.skipif(dtype_keyword() == "dtype", reason="this version knows it")
-def test_argument_that_this_version_does_not_know_is_left_to_it():
-    with pytest.raises(InDoubt, match="dtype"):
-        read("pipeline", "a", dtype=torch.float16)
