@@ -7,17 +7,6 @@ import numpy as np
 import torch
 
 KINDS = {kind.name: kind for kind in gguf.GGMLQuantizationType}
-_OF_TORCH = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int8: "I8",
-    torch.bool: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
 
 
 def text(value):
@@ -60,19 +49,6 @@ def save_blocks(tensors, path):
     """Save tensors, each a kind, a shape and its blocks as an array of bytes."""
     described = {name: (kind, shape, raw.tobytes()) for name, (kind, shape, raw) in tensors.items()}
     path.write_bytes(content(described))
-
-
-def save_gguf(tensors, path):
-    """Save torch's tensors as they are."""
-    described = {
-        name: (_OF_TORCH[each.dtype], tuple(each.shape), _bytes(each))
-        for name, each in tensors.items()
-    }
-    path.write_bytes(content(described))
-
-
-def _bytes(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def random_blocks(kind, shape, seed=0):

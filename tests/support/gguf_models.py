@@ -43,19 +43,12 @@ def build(name):
         return getattr(diffusers, name)(**MODELS[name]).eval()
 
 
-def quantise(model, kinds, dtype="F16", rows=256):
-    """Return a model's weights: those of linear layers of random blocks, in turn of each kind.
-
-    Args:
-        model: the model.
-        kinds: ggml's names.
-        dtype: of the other tensors with several dimensions; those with one are float32.
-        rows: only of layers whose number of inputs this divides.
-    """
+def quantise(model, kinds):
+    """Return a model's weights: those of linear layers of random blocks, in turn of each kind."""
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.in_features % rows == 0
+        if isinstance(module, torch.nn.Linear) and module.in_features % 256 == 0
     }
     found = {}
     for number, (name, tensor) in enumerate(model.state_dict().items()):
@@ -63,7 +56,7 @@ def quantise(model, kinds, dtype="F16", rows=256):
         if name in linear:
             kind = kinds[number % len(kinds)]
             found[name] = (kind, shape, _blocks(tensor, kind, shape, number))
-        elif tensor.ndim > 1 and dtype == "F16":
+        elif tensor.ndim > 1:
             found[name] = ("F16", shape, tensor.half().numpy())
         else:
             found[name] = ("F32", shape, tensor.float().numpy())

@@ -10,7 +10,6 @@ _OF_0_35 = {
     "streams-leaves": _NO_GROUPS,
     "streams-little-leaves": _NO_GROUPS,
     "manager": "its ComponentsManager asks CUDA for the free memory",
-    "wan in GGUF": "its Wan casts the times to the dtype of its blocks",
 }
 
 

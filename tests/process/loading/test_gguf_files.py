@@ -5,11 +5,25 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 from gguf_files import content, dequantised, random_blocks, save_blocks
+from warming import assert_same
 
 import shmload
 from shmload._checkpoints.formats import described
+from shmload._segments import pieces
 
-_KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+_KINDS = [
+    "NVFP4",
+    "IQ4_XS",
+    "Q4_0",
+    "Q5_0",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+]
 _SHAPE = (6, 512)
 
 
@@ -44,14 +58,14 @@ def wanted(blocks, plain):
     return want
 
 
-def assert_same(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, each in wanted.items():
-        assert got[name].dtype == each.dtype, name
-        assert torch.equal(got[name], each), name
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Pieces of 2 KiB, so that there are many; no block lies in two of them."""
+    monkeypatch.setattr(pieces, "PIECE_NBYTES", 2048)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e5m2"])
 def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
     got = shmload.load_state_dict(path, dtype, keep=True)
     assert_same(got, wanted(getattr(torch, dtype)))
@@ -60,6 +74,7 @@ def test_floats_are_those_of_the_package(path, wanted, dtype, evicts):
     assert [each.name for each in shmload.segments()] == [each.name for each in resident]
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_without_dtype_blocks_are_bytes(path, blocks, plain, evicts):
     got = shmload.load_state_dict(path)
     raw = {f"{kind}.weight": torch.from_numpy(each) for kind, each in blocks.items()}
