@@ -73,8 +73,8 @@ class Holdings:
             CheckpointError: a shard cannot be opened, or its header is wrong.
         """
         occupy_standard_streams()
-        # A shard, its segment, and a lease for the tensors in it.
-        allow_descriptors(3 * sum(len(each.shards) for each in source.checkpoints))
+        # A shard, its segment, and for the tensors in it a mapping and a lease.
+        allow_descriptors(4 * sum(len(each.shards) for each in source.checkpoints))
         may_link = (self._may_link or self._stay < Stay.RESIDENT) and not self._is_bounded
         for checkpoint in source.checkpoints:
             rule = rules[checkpoint.component]
