@@ -25,14 +25,11 @@ def made():
     """Make switchers over functions that load, with budgets in units."""
     with contextlib.ExitStack() as closing:
 
-        def make(budget, device_budget=None, **loads):
+        def make(budget, **loads):
             nbytes = int((budget + 0.5) * _NBYTES)
             switcher = shmload.Switcher({name: f"no/{name}" for name in loads}, nbytes)
             for name, load in loads.items():
                 switcher._models[name].load = load
-            if device_budget is not None:  # the device is the host: nothing moves
-                switcher._device = "cpu"
-                switcher._budgets["device_budget"] = int((device_budget + 0.5) * _NBYTES)
             return closing.enter_context(switcher)
 
         yield make

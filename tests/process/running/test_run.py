@@ -205,15 +205,20 @@ _SAYS_PID = "import os; print('up', flush=True); print(os.getpid(), flush=True);
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_program_ends_with_its_caller(start, template, has_template):
-    caller = start(_SAYS_PID)
-    pid = int(caller.stdout.readline())
-    assert pid != caller.pid
+def test_program_ends_with_its_caller_and_its_group(start, template, has_template):
+    caller = start(
+        "import os, time; print('up', flush=True)\n"
+        "if not os.fork(): print(os.getppid(), os.getpid(), flush=True)\n"
+        "time.sleep(99)"
+    )
+    program, child = map(int, caller.stdout.readline().split())
+    assert program != caller.pid
     if not has_template:
         os.kill(template, signal.SIGKILL)
         wait_until_gone(template)
     caller.kill()
-    wait_until_gone(pid)
+    wait_until_gone(program)
+    wait_until_gone(child)
 
 
 def test_caller_waits_for_a_template_that_is_silent_for_seconds(start, template):
