@@ -25,16 +25,6 @@ def test_least_recently_used_goes_first(service, shards):
     assert resident() == {shards[0], shards[2], shards[3]}
 
 
-def test_leased_and_pinned_segments_stay(service, shards):
-    service("--budget", str(3 * _SEGMENT))
-    state = shmload.load_state_dict(shards[0], "bfloat16", keep=True)
-    shmload.warm(shards[1], dtype="bfloat16", pin=True)
-    shmload.warm(shards[2], dtype="bfloat16")
-    shmload.warm(shards[3], dtype="bfloat16")
-    assert resident() == {shards[0], shards[1], shards[3]}
-    assert state["weight"].eq(0).all()
-
-
 def test_what_goes_with_its_load_needs_no_room_in_the_budget(service, shards, shm_names):
     service("--budget", "0")
     before = shm_names()
