@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shmload._checkpoints.resolve import resolve
-from shmload._checkpoints.wanted import Hub, Wanted
+from shmload._checkpoints.wanted import Wanted
 from shmload.errors import (
     IndexMalformed,
     ShardMissing,
@@ -46,30 +46,14 @@ def pipeline(tmp_path):
     return write(tmp_path / "pipeline", {"model_index.json": PIPELINE, **MODELS})
 
 
-def found(root, variant=None, components=None, weight_name=None, passed=(), **kwargs):
+def found(root, passed=()):
     """Return the resolved source as {component: [names of shards]}."""
-    hub = Hub(weight_name=weight_name)
-    wanted = Wanted(source=root, variant=variant, components=components, hub=hub)
-    source = resolve(wanted, root, {**dict.fromkeys(passed), **kwargs})
+    source = resolve(Wanted(source=root), root, dict.fromkeys(passed))
     return {c.component: [path.name for path in c.shards] for c in source.checkpoints}
 
 
 def index_of(*names):
     return {"weight_map": {f"tensor{number}": name for number, name in enumerate(names)}}
-
-
-def test_pipeline_is_its_components(pipeline):
-    source = resolve(Wanted(source="given"), pipeline)
-    assert source.given == "given"
-    assert source.is_pipeline
-    assert source.class_name == "StableDiffusionPipeline"
-    assert source.components == ("scheduler", "text_encoder", "tokenizer", "unet", "vae")
-    text_encoder, unet, vae = source.checkpoints
-    assert (text_encoder.library, text_encoder.class_name) == ("transformers", "CLIPTextModel")
-    assert text_encoder.config == {"architectures": ["CLIPTextModel"], "d": 1}
-    assert text_encoder.shards == (pipeline / "text_encoder" / "model.safetensors",)
-    assert (unet.component, unet.folder) == ("unet", pipeline / "unet")
-    assert vae.shards == (pipeline / "vae" / "diffusion_pytorch_model.safetensors",)
 
 
 def test_component_passed_in_may_be_broken(pipeline):

@@ -79,16 +79,6 @@ def test_widening_converts_only_what_float32_holds():
     assert rule(_tensor(dtype="F64")) == "F64"
 
 
-def test_diffusers_rule_has_the_exceptions_of_the_class(tmp_path):
-    wan = _checkpoint(tmp_path, "diffusers", "WanTransformer3DModel")
-    rule = rule_for(wan, torch.bfloat16)
-    assert "scale_shift_table" in rule.fp32_parts
-    assert rule.target == "BF16"
-    assert rule_for(_checkpoint(tmp_path, "diffusers", "UNet2DConditionModel"), "fp16") == Rule(
-        target="F16"
-    )
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_transformers_rule_leaves_what_stays_float32_under_every_dtype(
     tmp_path, monkeypatch, dtype

@@ -34,16 +34,3 @@ def test_what_a_program_dropped_before_the_imports_goes(monkeypatch):
             pass
     gc.collect()
     assert dropped() is None
-
-
-def test_all_pauses_of_a_thread_are_given_back_while_it_waits():
-    with collector.paused_gc(), collector.paused_gc():
-        with collector.resumed_gc():
-            assert gc.isenabled()
-            with collector.paused_gc():
-                assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with collector.resumed_gc():
-        assert gc.isenabled()
-    assert gc.isenabled()

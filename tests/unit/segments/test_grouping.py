@@ -51,12 +51,6 @@ def test_variants_and_changed_files_are_models_of_their_own():
     assert len({model.id for model in found}) == 3
 
 
-def test_what_a_load_has_built_is_with_the_files_of_its_model():
-    built = segment("6", kept="whole", root="", model="", source=UNET.source, conversion="built")
-    (model,) = find_models([UNET, built])
-    assert (model.name, model.components) == ("sd15", ("unet",))
-
-
 def test_models_of_one_name_are_called_by_their_paths():
     other = segment("7", root="/n/sd15", component="unet")
     assert [model.name for model in find_models([UNET, other])] == ["/m/sd15", "/n/sd15"]

@@ -1,7 +1,6 @@
 """Which files are the same: here and now, and on other hosts."""
 
 import os
-import shutil
 
 import pytest
 
@@ -32,19 +31,6 @@ def foreign_keys(path):
     found = os.stat(path)
     found = os.stat_result([*found[:4], os.geteuid() + 1, *found[5:]])
     return identify(path, found), identify_anywhere(path, found)
-
-
-def test_blob_that_is_replaced_is_another_file_with_the_same_lasting_key(blob):
-    path = blob("models--org--name/blobs")
-    link = path.with_name("link")
-    link.symlink_to(path)
-    key, lasting = keys(path)
-    assert keys(link) == (key, lasting)
-    assert lasting == f"4:sha256={_SHA256}"
-    shutil.copy(path, path.with_name("new"))
-    path.with_name("new").rename(path)
-    assert keys(path)[0] != key
-    assert keys(path)[1] == lasting
 
 
 def test_blob_in_the_mirror_of_a_bucket_is_known_by_its_name(blob):
