@@ -10,7 +10,6 @@ Each way runs in its own process, so that times and memory are those of a fresh 
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import shmload
+from shmload._host.procfs import rollup_nbytes
 from shmload._wording import format_nbytes
 from shmload.errors import WorkerError
 
@@ -78,16 +78,19 @@ def _free(source: Path) -> None:
 
 
 def _make_checkpoint(folder: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
     import torch
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
     from diffusers import UNet2DConditionModel as UNet
+    from tokenizers_tiny import clip_tokenizer
     from transformers import CLIPTextConfig, CLIPTextModel
 
     torch.manual_seed(0)
+    tokenizer = clip_tokenizer()
     # Most weights are in the table of tokens, so that an image takes little time on any CPU.
     text = CLIPTextConfig(vocab_size=49408, hidden_size=512, intermediate_size=1024)
     text.num_hidden_layers, text.num_attention_heads = 2, 8
-    text.bos_token_id, text.eos_token_id = 512, 513
+    text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     pipe = StableDiffusionPipeline(
         vae=AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4,
@@ -95,7 +98,7 @@ def _make_checkpoint(folder: Path) -> None:
             block_out_channels=[32, 32, 32, 32],
         ),
         text_encoder=CLIPTextModel(text),
-        tokenizer=_make_tokenizer(folder.parent / "tokenizer"),
+        tokenizer=tokenizer,
         unet=UNet(
             sample_size=8,
             down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"],
@@ -109,26 +112,6 @@ def _make_checkpoint(folder: Path) -> None:
         requires_safety_checker=False,
     )
     pipe.save_pretrained(folder)
-
-
-def _make_tokenizer(folder: Path) -> Any:
-    """Return a tokenizer of CLIP's class that has a token for each byte."""
-    from tokenizers import pre_tokenizers
-    from transformers import CLIPTokenizer
-
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
-    pieces += ["<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    config = {"model_max_length": 77, "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    try:
-        return CLIPTokenizer.from_pretrained(folder)
-    finally:
-        shutil.rmtree(folder)
 
 
 def _load_in(way: str, source: Path) -> dict[str, Any]:
@@ -190,11 +173,11 @@ def _child(way: str, source: str, started: str) -> None:
     load = _load_with_diffusers if way == "diffusers" else _load_with_shmload
     pipe = load(source)
     process_s = time.monotonic() - float(started)
-    before = _private_nbytes()
+    before = rollup_nbytes(os.getpid(), "Anonymous:")  # Private_Dirty has pages of segments too
     called = time.monotonic()
     again = load(source)
     call_s = time.monotonic() - called
-    private_nbytes = _private_nbytes() - before
+    private_nbytes = rollup_nbytes(os.getpid(), "Anonymous:") - before
     print(
         json.dumps(
             {
@@ -227,16 +210,6 @@ def _digest(*pipes: Any) -> str:
             for tensor in model.state_dict().values():
                 digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _private_nbytes() -> int:
-    """Return the memory that only this process has, in bytes.
-
-    Not Private_Dirty, which counts pages of shared memory that only one process maps at the moment.
-    """
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    private = (line.split() for line in lines if line.startswith("Anonymous:"))
-    return sum(int(fields[1]) for fields in private) * 1024
 
 
 if __name__ == "__main__":

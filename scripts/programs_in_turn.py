@@ -26,7 +26,7 @@ import click
 from soaking.processes import pids_with, signalling, take_own_shared_memory
 
 _DEADLINE_S = 90.0
-_SHM_NBYTES = 1 << 30
+_SHM_SIZE = "1g"
 _VERSIONS = 3
 _FAULT_SHARE = 0.3
 _PAUSES_S = (0.0, 0.0, 0.2, 1.0)
@@ -240,7 +240,7 @@ class Turns:
 @click.option("--seconds", default=60.0, show_default=True, type=click.FloatRange(min=0))
 @click.option("--seed", required=True, type=int)
 def main(seconds: float, seed: int) -> None:
-    if not take_own_shared_memory(_SHM_NBYTES):
+    if not take_own_shared_memory(_SHM_SIZE):
         click.echo("not root: uses the machine's /dev/shm", err=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with tempfile.TemporaryDirectory(prefix="turns-", dir="/tmp") as folder:

@@ -19,7 +19,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from benchmarks.gpu_probes import plain_rate
 from benchmarks.pretended import Pretended
 from torch import nn
 
@@ -43,9 +42,6 @@ def main() -> None:
         runtime: Runtime = Pretended(copies=False)
     else:
         runtime = runtime_of(torch.device("cuda:0"))
-        for name, is_pinned in {"page-locked": True, "pageable": False}.items():
-            rate = plain_rate("cuda:0", is_pinned=is_pinned) / 1e9
-            print(json.dumps({f"plain copy, {name}, GB/s": round(rate, 1)}))
     for size in asked.sizes:
         file = _filled(round(size * 1e9 / _BLOCK_NBYTES))
         for _ in range(2):

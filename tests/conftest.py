@@ -5,7 +5,6 @@ root). Else they share the machine's, and a load that runs beside them can distu
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import shutil
@@ -32,6 +31,7 @@ import pytest
 import tqdm
 from children import Child
 from hub_caches import HubCache
+from own_memory import take_own_shared_memory
 from serving import service  # noqa: F401 a fixture for all
 from warm_python import WarmPython
 from watching import children_of, workers_of
@@ -64,11 +64,6 @@ _VARIABLES = ("DIFFUSERS_", "HF_", "PYTHON", "SHMLOAD_", "TRANSFORMERS_")
 _USERS_FILES = pytest.StashKey[set[tuple[str, int]]]()
 _has_own_shm = False
 
-# linux/sched.h and linux/mount.h
-_CLONE_NEWNS = 0x00020000
-_MS_REC = 0x4000
-_MS_PRIVATE = 1 << 18
-
 
 # The same examples each time, without a deadline: the machine may be busy. For a search of its own,
 # `pytest tests/unit --hypothesis-profile=search`.
@@ -92,7 +87,7 @@ def pytest_xdist_auto_num_workers() -> int:
     """Return how many processes run tests; without a /dev/shm of its own each, only one."""
     pid = os.fork()
     if pid == 0:
-        os._exit(not _take_own_shared_memory())
+        os._exit(not take_own_shared_memory())
     return len(os.sched_getaffinity(0)) if os.waitpid(pid, 0)[1] == 0 else 1
 
 
@@ -135,7 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_USERS_FILES] = own_home.users_files()
         return
     global _has_own_shm
-    _has_own_shm = _take_own_shared_memory()
+    _has_own_shm = take_own_shared_memory()
     # Ignored, as in a job that a shell runs in the background, they would be so in every child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -159,16 +154,6 @@ def pytest_collection_finish() -> None:
     # Else each collection of garbage, here and in forked children, visits all modules and tests.
     gc.collect()
     collector.freeze()
-
-
-def _take_own_shared_memory() -> bool:
-    """Mount a fresh tmpfs at /dev/shm for this process and its children; tell whether it could."""
-    libc = ctypes.CDLL(None)
-    return (
-        libc.unshare(_CLONE_NEWNS) == 0
-        and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-        and libc.mount(b"tmpfs", bytes(_SHM), b"tmpfs", 0, b"mode=1777") == 0
-    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,7 @@ class Ran:
     output: str
     errors: str
     times: Result
-    """`ready_s` to the first line, `wall_s` to the end, and `cpu_s`, which includes children."""
+    """`ready_s` to the first line, and `wall_s` to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,6 @@ class Bench:
             ProbeFailed: it failed, or took too long.
         """
         with tempfile.TemporaryFile("w+") as errors:
-            cpu_before = sum(os.times()[2:4])
             began = time.perf_counter()
             process = subprocess.Popen(
                 command,
@@ -126,8 +125,7 @@ class Bench:
         if code:
             words = " ".join(map(str, command))[:200]
             raise ProbeFailed(f"{words} ended with {code} after {wall_s:.0f} s:\n{said}")
-        cpu_s = sum(os.times()[2:4]) - cpu_before
-        return Ran(output, said, {"ready_s": ready_s, "wall_s": wall_s, "cpu_s": cpu_s})
+        return Ran(output, said, {"ready_s": ready_s, "wall_s": wall_s})
 
     def python(self, code: str, source: object = "", **variables: str) -> Way:
         """Return what times `python -c`, with the path of a source in the code."""

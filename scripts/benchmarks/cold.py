@@ -4,7 +4,7 @@ from functools import partial
 
 from benchmarks import probes
 from benchmarks.bench import Bench, Suite, weight_files
-from benchmarks.figures import Figure, Way, labelled, speed_up
+from benchmarks.figures import Figure, Way, speed_up
 from benchmarks.load import whole_process
 
 
@@ -17,7 +17,6 @@ def measure_first(bench: Bench) -> list[Figure]:
             "source on the disk alone: whole process, speed-up over from_pretrained",
             rounds.samples("wall_s"),
             at_least=1.5,
-            beside=labelled("{}, processor time", rounds.samples("cpu_s")),
         )
     ]
 

@@ -132,8 +132,3 @@ def speed_up(
     ours, *_ = took
     best = min(over, key=lambda way: took[way].median)
     return Figure(name, what, took[best] / took[ours], {**took, **(beside or {})}, at_least)
-
-
-def labelled(form: str, samples: Mapping[str, Sample]) -> dict[str, Sample]:
-    """Put the ways of some samples into words, such as `{}, processor time`."""
-    return {form.format(way): sample for way, sample in samples.items()}

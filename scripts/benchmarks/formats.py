@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.bench import Bench, Suite
-from benchmarks.figures import Figure, labelled, speed_up
+from benchmarks.figures import Figure, speed_up
 from benchmarks.load import whole_process
 
 _WAYS = ("shmload", "diffusers")
@@ -36,11 +36,12 @@ def _attach(bench: Bench, what: str, kind: str, small: str, name: str, **limit: 
     source = bench.source(name)
     load = partial(bench.load, kind, small=bench.source(small), source=source)
     rounds = bench.measure({way: load(way) for way in _WAYS}, source)
+    private = rounds.samples("private_nbytes").items()
     return speed_up(
         f"{name}-attach",
         f"{what} with weights in memory: speed-up over the library",
         rounds.samples("call_s"),
-        beside=labelled("{}, private memory", rounds.samples("private_nbytes")),
+        beside={f"{way}, private memory": sample for way, sample in private},
         **limit,
     )
 

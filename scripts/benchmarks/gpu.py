@@ -1,15 +1,11 @@
 """Loads to a GPU: the figures of `scripts/bench gpu`; `gpu_probes` is what the processes run."""
 
-from functools import partial
-
 from benchmarks import gpu_probes
 from benchmarks.bench import Bench, Suite, weights_nbytes
-from benchmarks.figures import Figure, Rounds, Way, speed_up
+from benchmarks.figures import Figure, speed_up
 from benchmarks.load import PARALLEL
 
 _WORKERS = "4"
-_HOST_LIMIT_MIB = 256
-_LIMITED = f"shmload, max_host_memory={_HOST_LIMIT_MIB}MiB"
 _DIFFUSERS = ("diffusers, sequential", "diffusers, parallel")
 
 
@@ -41,51 +37,30 @@ def measure_upload(bench: Bench) -> list[Figure]:
 
 def measure_call(bench: Bench) -> list[Figure]:
     """`load_pipeline` with weights in memory, against diffusers."""
-    bench.warm(bench.source("flux-8-bf16"))
-    rounds = _rounds(bench, "flux-8-bf16", {"shmload": _load(bench, "shmload", "flux-8-bf16")})
-    return [_against_diffusers("call", "load with weights in memory, bfloat16", 5, rounds)]
+    source, what = "flux-8-bf16", "load with weights in memory, bfloat16"
+    bench.warm(bench.source(source))
+    return [_against_diffusers(bench, "call", what, 5, source)]
 
 
 def measure_convert(bench: Bench) -> list[Figure]:
-    """float32 files to bfloat16 on the GPU: the time, and the host memory it takes."""
-    name = "flux-8-fp32"
-    ours = {
-        "shmload": _load(bench, "shmload", name, SHMLOAD_WORKERS=_WORKERS),
-        # One worker per core: four workers do not fill a ring of this size.
-        _LIMITED: _load(bench, "shmload", name, f"{_HOST_LIMIT_MIB}MiB"),
+    """float32 files to bfloat16 on the GPU."""
+    what = f"float32 files to bfloat16, {_WORKERS} workers"
+    return [_against_diffusers(bench, "convert", what, 3, "flux-8-fp32", SHMLOAD_WORKERS=_WORKERS)]
+
+
+def _against_diffusers(
+    bench: Bench, name: str, what: str, limit: float, source: str, **variables: str
+) -> Figure:
+    """Measure a load by shmload, which gets the variables, and by diffusers."""
+    given = bench.source("flux-small"), bench.source(source)
+    ways = {
+        "shmload": bench.probe(gpu_probes.load, "shmload", *given, **variables),
+        _DIFFUSERS[0]: bench.probe(gpu_probes.load, "diffusers", *given),
+        _DIFFUSERS[1]: bench.probe(gpu_probes.load, "diffusers", *given, **PARALLEL),
     }
-    rounds = _rounds(bench, name, ours)
-    host = rounds.samples("host_nbytes")
-    return [
-        _against_diffusers("convert", f"float32 files to bfloat16, {_WORKERS} workers", 3, rounds),
-        Figure(
-            name="memory-limited",
-            what=f"{_LIMITED}: host memory",
-            sample=host[_LIMITED],
-            at_most=_HOST_LIMIT_MIB * 2**20 / 1e6 + 200,
-            beside=host,
-        ),
-    ]
-
-
-def _load(bench: Bench, way: str, name: str, *arguments: object, **variables: str) -> Way:
-    given = way, bench.source("flux-small"), bench.source(name), *arguments
-    return bench.probe(gpu_probes.load, *given, **variables)
-
-
-def _rounds(bench: Bench, name: str, ours: dict[str, Way]) -> Rounds:
-    """Measure ways of shmload and those of the libraries."""
-    load = partial(_load, bench, name=name)
-    ways = ours | {
-        _DIFFUSERS[0]: load("diffusers"),
-        _DIFFUSERS[1]: load("diffusers", **PARALLEL),
-    }
-    return bench.measure(ways, bench.source(name))
-
-
-def _against_diffusers(name: str, what: str, limit: float, rounds: Rounds) -> Figure:
+    took = bench.measure(ways, bench.source(source)).samples("call_s")
     what = f"{what}: speed-up over from_pretrained"
-    return speed_up(name, what, rounds.samples("call_s"), over=_DIFFUSERS, at_least=limit)
+    return speed_up(name, what, took, over=_DIFFUSERS, at_least=limit)
 
 
 SUITE = Suite(

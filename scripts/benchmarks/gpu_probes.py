@@ -13,10 +13,9 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.probes import Numbers, status_nbytes
+from benchmarks.probes import Numbers
 
 _IS_PRETENDED = os.environ.get("BENCH_DEVICE") == "pretend"
 # The device for the libraries; shmload always gets "cuda".
@@ -90,28 +89,13 @@ def _tidy_up() -> None:
 # Pipelines ----------------------------------------------------------------------------------------
 
 
-def load(way: str, small: str, source: str, max_host_memory: str | None = None) -> Numbers:
-    """Load a pipeline in bfloat16 to the GPU.
-
-    Returns:
-        `call_s`; `host_nbytes`, the peak growth of the process's memory (anonymous, shared, and
-        files mapped for a while).
-    """
+def load(way: str, small: str, source: str) -> Numbers:
+    """Load a pipeline in bfloat16 to the GPU; return `call_s`."""
     _begin()
     call = _LOADERS[way]
-    if max_host_memory:
-        call = partial(call, max_host_memory=max_host_memory)
     call(small)
     _tidy_up()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident, files = status_nbytes("VmRSS"), status_nbytes("RssFile")
-    call_s = _time(partial(call, source))
-    # Files still mapped, such as libraries, stay mapped for the life of the process.
-    from_files = max(0, status_nbytes("RssFile") - files)
-    return {
-        "call_s": call_s,
-        "host_nbytes": status_nbytes("VmHWM") - resident - from_files,
-    }
+    return {"call_s": _time(partial(call, source))}
 
 
 def _load_with_shmload(source: str, **given: Any) -> Any:
@@ -155,8 +139,8 @@ def uploads(small: str, source: str) -> Numbers:
     from shmload._loading.trace import Phase, tracing
 
     _load_with_shmload(small)
-    rates = {"pinned": plain_rate(_DEVICE, is_pinned=not _IS_PRETENDED)}
-    rates["pageable"] = plain_rate(_DEVICE, is_pinned=False)
+    rates = {"pinned": _plain_rate(is_pinned=not _IS_PRETENDED)}
+    rates["pageable"] = _plain_rate(is_pinned=False)
     module = _load_with_shmload(source, keep=True, device_map=None).transformer
     nbytes = sum(tensor.nbytes for tensor in module.state_dict().values())
     rates["to_device"] = nbytes / _time(partial(shmload.to_device, module, "cuda"))
@@ -168,12 +152,12 @@ def uploads(small: str, source: str) -> Numbers:
     return {f"{name}_bytes_per_s": rate for name, rate in rates.items()}
 
 
-def plain_rate(device: str, *, is_pinned: bool) -> float:
-    """Copy host memory to a device, page-locked or not; return bytes per second."""
+def _plain_rate(*, is_pinned: bool) -> float:
+    """Copy host memory to the device, page-locked or not; return bytes per second."""
     import torch
 
     source = torch.empty(_FLOOR_NBYTES, dtype=torch.uint8, pin_memory=is_pinned).fill_(1)
-    target = torch.empty_like(source, device=device)
+    target = torch.empty_like(source, device=_DEVICE)
 
     def copy() -> None:
         for _ in range(_FLOOR_COPIES):

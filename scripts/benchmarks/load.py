@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import probes
 from benchmarks.bench import Bench, Suite, weight_files
-from benchmarks.figures import Figure, Rounds, Way, labelled, speed_up
+from benchmarks.figures import Figure, Rounds, Way, speed_up
 
 # The times of two whole processes vary by more than the 3 % of this target: take more rounds.
 _SAME_DTYPE_FACTOR = 3
@@ -81,15 +81,14 @@ def measure_first_load(bench: Bench) -> list[Figure]:
         "shmload": bench.python(_LOAD_PIPELINE, source),
         "diffusers": bench.python(_FROM_PRETRAINED, source),
     }
-    rounds = bench.measure(ways, source)
-    wall = rounds.samples("wall_s")
+    wall = bench.measure(ways, source).samples("wall_s")
     return [
         Figure(
             name="first-load",
             what="first load, nothing in memory: whole process, against imports alone",
             sample=wall["shmload"] / wall["imports alone"],
             at_most=1.10,
-            beside=wall | labelled("{}, processor time", rounds.samples("cpu_s")),
+            beside=wall,
         )
     ]
 
@@ -103,7 +102,6 @@ def measure_same_dtype(bench: Bench) -> list[Figure]:
             "load without a cast (bf16): whole process, speed-up over from_pretrained",
             rounds.samples("wall_s"),
             at_least=0.97,
-            beside=labelled("{}, processor time", rounds.samples("cpu_s")),
         )
     ]
 

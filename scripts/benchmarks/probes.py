@@ -10,14 +10,14 @@ import itertools
 import json
 import mmap
 import os
-import subprocess
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from shmload._host.procfs import rollup_nbytes
 
@@ -43,53 +43,6 @@ def command_of(function: Callable[..., Any], *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-W", "ignore", "-c", code, *where, json.dumps(texts)]
 
 
-class Clients:
-    """Processes that work in step: each answers when it has started, and whenever it is asked.
-
-    They run `tell` to answer.
-    """
-
-    def __init__(self, command: list[str], count: int) -> None:
-        pipe = subprocess.PIPE
-        self._processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
-        ]
-        self.hear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
-
-    def ask(self) -> None:
-        """Have all go on, and wait until each has answered."""
-        for process in self._processes:
-            assert process.stdin
-            process.stdin.write("\n")
-            process.stdin.flush()
-        self.hear()
-
-    def hear(self) -> None:
-        """Wait for an answer of each; the libraries may print other lines."""
-        for process in self._processes:
-            assert process.stdout
-            if not any(line == "ANSWER\n" for line in process.stdout):
-                raise RuntimeError(f"process {process.pid} ended early, with {process.wait()}")
-
-    def pss_nbytes(self) -> int:
-        """Return their memory together."""
-        return pss_nbytes(process.pid for process in self._processes)
-
-
-def tell() -> None:
-    """Answer, in one of `Clients`, and wait until it is asked to go on."""
-    print("ANSWER", flush=True)
-    sys.stdin.readline()
-
-
 def touch(models: Iterable[Any]) -> int:
     """Read one byte of every page of every weight; return the weights' size in bytes."""
     import torch
@@ -109,12 +62,6 @@ def touch(models: Iterable[Any]) -> int:
 def pss_nbytes(pids: Iterable[int]) -> int:
     """Return the memory of some processes together; shared pages count once."""
     return sum(rollup_nbytes(pid, "Pss:") for pid in pids)
-
-
-def status_nbytes(kind: str) -> int:
-    """Return an amount in this process's status, such as `VmHWM`, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
 # Floors -------------------------------------------------------------------------------------------
@@ -201,7 +148,9 @@ def _private_nbytes() -> int:
     Private_Dirty would be wrong: it counts a page of a shared segment as private while only this
     process maps it.
     """
-    return rollup_nbytes(os.getpid(), "Anonymous:") + status_nbytes("VmPTE")
+    tables = re.search(r"VmPTE:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert tables
+    return rollup_nbytes(os.getpid(), "Anonymous:") + int(tables[1]) * 1024
 
 
 def _models_of(made: Any) -> list[Any]:

@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from soaking.processes import SHM, Client, children, signalling
+from watching import children_of
+
+from soaking.processes import SHM, Client, signalling
 from soaking.sources import Shard, Source, version_of
 
 Count = Callable[[str, str], None]
@@ -37,7 +39,7 @@ def stop_client(client: Client, count: Count, rng: random.Random) -> None:
 
 def harm_worker(client: Client, count: Count, rng: random.Random) -> None:
     parent = client.process.pid
-    if workers := children(parent):
+    if workers := children_of(parent):
         number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
         count("kill a worker" if number == signal.SIGKILL else "stop a worker", client.name)
         with signalling(rng.choice(workers), number, parent):

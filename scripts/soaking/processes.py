@@ -1,7 +1,6 @@
-"""The processes and the /dev/shm of a soak: starts, marks, signals and finds them."""
+"""The processes of a soak: starts, marks, signals and finds them."""
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -14,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from own_memory import take_own_shared_memory as take_own_shared_memory
+from watching import children_of
+
 SHM = Path("/dev/shm")
 _MARK = "SHMLOAD_SOAK_MARK"
 _SCRIPTS = Path(__file__).parents[1]
@@ -25,21 +27,6 @@ _DEADLINE_S = 90.0
 # Short, so that stopped processes are given up soon. A worker takes some seconds to start when
 # other processes use the cores.
 _TIMEOUTS_S = {"STALL": 3.0, "START": 15.0, "WAIT": 6.0}
-
-# linux/sched.h and linux/mount.h
-_CLONE_NEWNS = 0x00020000
-_MS_REC = 0x4000
-_MS_PRIVATE = 1 << 18
-
-
-def take_own_shared_memory(nbytes: int) -> bool:
-    """Mount a new tmpfs at /dev/shm for this process and its children; False if that fails."""
-    libc = ctypes.CDLL(None)
-    return bool(
-        libc.unshare(_CLONE_NEWNS) == 0
-        and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-        and libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", 0, f"mode=1777,size={nbytes}".encode()) == 0
-    )
 
 
 class Surroundings:
@@ -161,15 +148,6 @@ def pids_with(mark: bytes, *, file: str) -> Iterator[int]:
                 yield int(pid)
 
 
-def children(pid: int) -> list[int]:
-    """Return the pids of a process's children."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found.update(map(int, path.read_text().split()))
-    return sorted(found)
-
-
 @contextlib.contextmanager
 def signalling(pid: int, number: signal.Signals, parent: int | None = None) -> Iterator[None]:
     """Send a signal, unless the process has ended or has another parent; then let it go on.
@@ -180,7 +158,7 @@ def signalling(pid: int, number: signal.Signals, parent: int | None = None) -> I
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
             stack.callback(os.close, fd)
-            if parent is None or pid in children(parent):
+            if parent is None or pid in children_of(parent):
                 signal.pidfd_send_signal(fd, number)
                 stack.callback(_go_on, fd)
         yield
