@@ -10,6 +10,7 @@ Each way runs in its own process, so that times and memory are those of a fresh 
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
