@@ -66,14 +66,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
         """What `load_pipeline`, `load_model` and the command line take: `shm:NAME@VERSION`."""
         return Publication(self.name, self.version).source
 
-    def newest(self) -> str:
-        """Return the source of the newest version of the name.
-
-        Raises:
-            SegmentNotFound: none is there any more.
-        """
-        return Publication(self.name).newest().source
-
     def load(self) -> Any:
         """Load this version, as `load_pipeline(self.source)` does."""
         return load_published(self.source)

@@ -40,7 +40,13 @@ def map_at(start: int, end: int, fd: int, offset: int) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    _mmap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset)
+    call = _c_library().mmap  # Python's mmap has no MAP_FIXED
+    call.restype = ctypes.c_void_p
+    where, length = _memory(start, end - start)
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if call(where, length, access, flags, fd, ctypes.c_long(offset)) != start:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def populate(start: int, nbytes: int) -> bool:
@@ -74,16 +80,6 @@ def free_pages(fd: int, begin: int, end: int) -> None:
     begin = -(-begin // PAGE_NBYTES) * PAGE_NBYTES
     size = ctypes.c_long(end - begin)
     if end > begin and (code := call("fallocate", fd, _PUNCH, ctypes.c_long(begin), size)):
-        raise OSError(code, os.strerror(code))
-
-
-def _mmap(start: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> None:
-    """Call mmap(2) with MAP_FIXED, which Python's mmap cannot."""
-    call = _c_library().mmap
-    call.restype = ctypes.c_void_p
-    where, length = _memory(start, nbytes)
-    if call(where, length, protection, flags | _MAP_FIXED, fd, ctypes.c_long(offset)) != start:
-        code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
