@@ -10,7 +10,6 @@ import pytest
 import torch
 from comparing import assert_alike, assert_component_equal
 from diffusers.utils import dynamic_modules_utils
-from redirecting import ways  # noqa: F401 a fixture
 
 import shmload
 from shmload._checkpoints.source import MODULAR_INDEX

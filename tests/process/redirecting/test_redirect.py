@@ -216,13 +216,13 @@ print("torch", "torch" in sys.modules)
 import diffusers
 from transformers import AutoModel, CLIPTextModel
 from diffusers.pipelines import DiffusionPipeline
-print("found", *["_redirecting" in cls.from_pretrained.__func__.__code__.co_filename for cls in
-        (AutoModel, CLIPTextModel, DiffusionPipeline, diffusers.UNet2DConditionModel,
-         diffusers.AutoModel, diffusers.AutoPipelineForText2Image)])
+def say():
+    print("found", *["_redirecting" in cls.from_pretrained.__func__.__code__.co_filename for cls in
+            (AutoModel, CLIPTextModel, DiffusionPipeline, diffusers.UNet2DConditionModel,
+             diffusers.AutoModel, diffusers.AutoPipelineForText2Image)])
+say()
 redirection.close()
-print("found", *["_redirecting" in cls.from_pretrained.__func__.__code__.co_filename for cls in
-        (AutoModel, CLIPTextModel, DiffusionPipeline, diffusers.UNet2DConditionModel,
-         diffusers.AutoModel, diffusers.AutoPipelineForText2Image)])
+say()
 print("finder", any("Finder" == type(each).__name__ for each in sys.meta_path))
 """
     child = new_child(code)
