@@ -48,8 +48,6 @@ pytest.register_assert_rewrite(
     "redirecting",
     "runtime_contract",
     "warming",
-    "way_contract",
-    "weight",
 )
 
 _CORE_FAMILIES = ("stable-diffusion", "wan")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from harm import WORKER
 from safetensors.torch import save_file
-from weight import save_weight
 
 from shmload._host.procfs import cgroup_free_nbytes
 from shmload._loading import load
@@ -34,12 +33,6 @@ def large(tmp_path):
     path = tmp_path / "large.safetensors"
     save_file({"a": torch.arange(10_000_000, dtype=torch.float32)}, path)
     return path
-
-
-@pytest.fixture
-def shard(tmp_path):
-    """A shard of 4 MB whose decoded values `weight.assert_right` checks."""
-    return save_weight(tmp_path / "model.safetensors")
 
 
 @pytest.fixture

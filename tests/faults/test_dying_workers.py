@@ -8,6 +8,7 @@ import torch
 from doors import decoding_door, refusal, state_dict
 from harm import DIE, DIE_ONCE, STOP, STOP_ONCE
 from safetensors.torch import load_file, save_file
+from warming import as_bf16, assert_same
 
 import shmload
 from shmload._checkpoints.formats.safetensors import build_header
@@ -15,12 +16,8 @@ from shmload._checkpoints.header import TensorSpec
 
 
 def assert_right(source):
-    wanted = load_file(source)
     got = shmload.load_state_dict(source, torch.bfloat16, verify=True)
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        other = tensor.bfloat16() if tensor.is_floating_point() else tensor
-        assert torch.equal(got[name], other)
+    assert_same(got, as_bf16(load_file(source)))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from weight import assert_right
+from safetensors.torch import load_file
+from warming import as_bf16, assert_same
 
 import shmload
 from shmload._host.shm import is_named
@@ -15,26 +16,28 @@ _SHM = Path("/dev/shm")
 
 
 @pytest.fixture
-def segment(shard):
-    """The name of the segment that the shard gets."""
-    return shmload.plan(shard, dtype="bfloat16", keep=True).shards[0].segment
+def segment(checkpoint):
+    """The name of the segment that the checkpoint gets."""
+    return shmload.plan(checkpoint, dtype="bfloat16", keep=True).shards[0].segment
 
 
-def test_what_was_to_stay_is_an_error(shard, segment, before_decoding, shm_names):
+def test_what_was_to_stay_is_an_error(checkpoint, segment, before_decoding, shm_names):
     before_decoding((_SHM / part_name(segment)).unlink)
     with pytest.raises(SegmentError, match=r"RemoveIPC= .*enable-linger") as caught:
-        shmload.warm(shard, dtype="bfloat16")
+        shmload.warm(checkpoint, dtype="bfloat16")
     assert str(caught.value).startswith(f"/dev/shm/{part_name(segment)} was removed while")
     assert shm_names() == []
 
 
-def test_private_load_needs_no_name(shard, segment, before_decoding, shm_names):
+def test_private_load_needs_no_name(checkpoint, segment, before_decoding, shm_names):
     before_decoding((_SHM / part_name(segment)).unlink)
-    assert_right(shmload.load_state_dict(shard, "bfloat16"))
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(load_file(checkpoint)))
     assert shm_names() == []
 
 
-def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment, before_decoding):
+def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(
+    checkpoint, segment, before_decoding
+):
     begun = []
 
     def begin_anew():
@@ -42,7 +45,7 @@ def test_part_that_another_load_has_begun_meanwhile_is_left_to_it(shard, segment
         begun.append(acquire(segment))
 
     before_decoding(begin_anew)
-    assert_right(shmload.load_state_dict(shard, "bfloat16"))
+    assert_same(shmload.load_state_dict(checkpoint, "bfloat16"), as_bf16(load_file(checkpoint)))
     (part,) = begun
     assert is_named(part.fd, part_name(segment))
     assert shmload.segments() == []

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-import torch
 from devices import LateDevice
 from harm import DIE_ONCE, STOP_ONCE, overwrite
 from safetensors.torch import load_file
 from torch import nn
+from warming import as_bf16, assert_same
 
 import shmload
 from shmload._checkpoints.resolve import resolve
@@ -44,14 +44,6 @@ def stream(source, device, bound=BOUND):
     return dict(module.named_buffers())
 
 
-def assert_right(found, source):
-    wanted = load_file(source)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        other = tensor.bfloat16() if tensor.is_floating_point() else tensor
-        assert torch.equal(found[name], other)
-
-
 def test_host_holds_no_more_than_the_bound(large, monkeypatch):
     held = []
     give_back = Load.give_back
@@ -61,7 +53,7 @@ def test_host_holds_no_more_than_the_bound(large, monkeypatch):
         give_back(load, piece)
 
     monkeypatch.setattr(Load, "give_back", note)
-    assert_right(stream(large, LateDevice()), large)
+    assert_same(stream(large, LateDevice()), as_bf16(load_file(large)))
     assert 0 < max(held) <= BOUND.ahead_nbytes + 4096  # and the header
 
 
@@ -69,7 +61,7 @@ def test_host_holds_no_more_than_the_bound(large, monkeypatch):
 @pytest.mark.parametrize("harm", [DIE_ONCE, STOP_ONCE], ids=["killed", "stopped"])
 def test_worker_that_is_lost_is_replaced(large, workers_that, harm):
     starts = workers_that(harm, stall_timeout_s=1)
-    assert_right(stream(large, LateDevice()), large)
+    assert_same(stream(large, LateDevice()), as_bf16(load_file(large)))
     assert starts() == 2
 
 

@@ -80,5 +80,5 @@ def as_bf16(tensors):
 def assert_same(got, wanted):
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert got[name].dtype == tensor.dtype
-        assert torch.equal(got[name], tensor)
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name

@@ -10,6 +10,7 @@ import torch
 from comparing import assert_equal, assert_modules_equal, from_pretrained
 from hub_server import HubServer, reset_sessions
 from safetensors.torch import load_file, save_file
+from traces import mentions_of_view
 
 import shmload
 
@@ -42,6 +43,7 @@ def test_pipeline_is_downloaded_and_decoded(hub, saved, where, shm_names):
     assert shm_names() == []
     wanted = from_pretrained(diffusers.StableDiffusionPipeline, "org/name", torch.bfloat16, **where)
     assert_equal(pipe, wanted)
+    assert not mentions_of_view(pipe)
     with shmload.view("org/name", subfolder="vae", dtype="bfloat16", **where) as path:
         tensors = [each for file in path.glob("*.safetensors") for each in load_file(file).values()]
         assert {each.dtype for each in tensors} == {torch.bfloat16}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from devices import LateDevice
 from torch import nn
+from warming import assert_same
 
 from shmload._devices.moves import Moves
 from shmload._devices.upload import bring
@@ -18,14 +19,6 @@ def move(module, runtime_of):
 
 def contents(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def assert_same(module, wanted):
-    found = module.state_dict()
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
 
 
 class Model(nn.Module):
@@ -47,7 +40,7 @@ def test_ties_stay():
     wanted = contents(model)
     device = LateDevice()
     move(model, lambda path: device)
-    assert_same(model, wanted)
+    assert_same(model.state_dict(), wanted)
     assert model.layers[1].weight is model.layers[0].weight
     assert model.layers[3].weight.data_ptr() == model.layers[2].weight.data_ptr()
     assert model.one.data_ptr() == model.norm.other.data_ptr()
