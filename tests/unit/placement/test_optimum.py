@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from placing import UNIT, block, blocks, leaf, limited, model
 
-from shmload._placement.auto import Cost, place_auto
+from shmload._placement.auto import place_auto
 from shmload._placement.modules import join, parent_of
 
 # By how much the fullest device may be fuller, and by how much more may travel at each step.
@@ -36,10 +36,10 @@ def test_auto_is_near_the_optimum(seed):
     if least is None:
         assert found is None
     elif least[:2] == (0, 0):
-        assert tuple(found[:3]) == least[:3]
-        assert found.fullest <= least[3] * _FULLER
+        assert found[:3] == least[:3]
+        assert found[3] <= least[3] * _FULLER
     else:
-        assert found.step_nbytes <= least[0] * _MORE
+        assert found[0] <= least[0] * _MORE
 
 
 # Small pipelines ----------------------------------------------------------------------------------
@@ -95,21 +95,19 @@ def least_cost(pipeline, rooms):
         table = rows if table is None else _joined(table, rows, len(rooms))
         used, passing = table[:, 3 : 3 + len(rooms)], table[:, 3 + len(rooms) : -1]
         table = table[(used + passing <= rooms).all(axis=1)]
-    if not len(table):
-        return None
+    return min((cost for cost in _costs(table, rooms) if cost[3] <= 1), default=None)
+
+
+def _costs(table, rooms):
+    """Return for each row what the placement costs."""
     count = len(rooms)
     used, passing, homeless = table[:, 3 : 3 + count], table[:, 3 + count : -1].copy(), table[:, -1]
     # What waits whole passes through the emptiest device.
     emptiest = (rooms - used).argmax(axis=1)
     at = np.arange(len(table))
     passing[at, emptiest] = np.maximum(passing[at, emptiest], homeless)
-    shares = ((used + passing) / rooms).max(axis=1)
-    found = [
-        (*row[:3], share)
-        for row, share in zip(table.tolist(), shares.tolist(), strict=True)
-        if share <= 1
-    ]
-    return min(found, default=None)
+    shares = ((used + passing) / np.maximum(rooms, 1)).max(axis=1)
+    return [(*row[:3], share) for row, share in zip(table.tolist(), shares.tolist(), strict=True)]
 
 
 def _joined(left, right, count):
@@ -160,46 +158,24 @@ def _row(runs_each_step, rest, blocks, way, count):
     return *travelling, cuts, *used, *passing, leaf if main == _HOST else 0
 
 
-# What any placement costs, without the planner ---------------------------------------------------
-
-
-def cost_of(components, devices, rooms):
-    """Return the cost of a placement.
-
-    Weights that wait compute on their component's main device, where its first module outside of
-    the blocks is; those of a component that waits whole on the emptiest device. There they need
-    room for the largest module without children. A forward begins and ends on the main device.
+def cost_of(pipeline, devices, rooms):
+    """Return the cost of a placement, as `least_cost`.
 
     Args:
-        components: of the pipeline.
+        pipeline: its components.
         devices: of every unit, by dotted path. What is on none of `rooms` waits.
         rooms: bytes that may be used, by device.
     """
-    used = dict.fromkeys(rooms, 0)
-    passing = dict.fromkeys(rooms, 0)
-    step = once = cuts = homeless = 0
-    for component in components:
-        units = [
-            (unit, devices.get(join(component.name, path), ""))
-            for path, unit in component.module.units()
+    names, table = list(rooms), None
+    for component in pipeline:
+        placed = [
+            (unit, devices[join(component.name, path)]) for path, unit in component.module.units()
         ]
-        waiting = [unit for unit, device in units if device not in rooms]
-        nbytes = sum(unit.nbytes for unit in waiting)
-        leaf_nbytes = max((unit.largest_leaf_nbytes for unit in waiting), default=0)
-        step += nbytes * component.runs_each_step
-        once += nbytes * (not component.runs_each_step)
-        for unit, device in units:
-            if device in rooms:
-                used[device] += unit.nbytes
-        if len(waiting) == len(units):
-            homeless = max(homeless, leaf_nbytes)
-            continue
-        here = [(unit.is_whole, device) for unit, device in units if device in rooms]
-        main = min(here, key=lambda each: each[0])[1]
-        passing[main] = max(passing[main], leaf_nbytes)
-        path = [main, *(d if d in rooms else main for unit, d in units if unit.nbytes), main]
-        cuts += sum(before != after for before, after in pairwise(path))
-    emptiest = max(rooms, key=lambda device: rooms[device] - used[device])
-    passing[emptiest] = max(passing[emptiest], homeless)
-    fullest = max((used[device] + passing[device]) / max(1, rooms[device]) for device in rooms)
-    return Cost(step, once, cuts, fullest)
+        placed = [(unit, names.index(at) if at in rooms else _HOST) for unit, at in placed]
+        rest = [unit for unit, _ in placed if not unit.is_whole]
+        blocks = [unit for unit, _ in placed if unit.is_whole]
+        (home,) = {place for unit, place in placed if not unit.is_whole}
+        way = (home, *(place for unit, place in placed if unit.is_whole))
+        row = np.array([_row(component.runs_each_step, rest, blocks, way, len(rooms))])
+        table = row if table is None else _joined(table, row, len(rooms))
+    return _costs(table, np.array(list(rooms.values())))[0]
