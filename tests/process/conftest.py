@@ -1,5 +1,6 @@
 """Fixtures of the process tests: checkpoints, orders of build and decode, devices."""
 
+import functools
 import json
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import single_files
 import torch
 from devices import LateDevice
+from diffusers import FluxPipeline
 from pipelines import build as build_pipeline
 from pipelines import save_with_large_tensors
 from safetensors.torch import save_file
@@ -151,6 +153,20 @@ def bytes_come_first(monkeypatch):
 @pytest.fixture(params=["bytes_come_first", "bytes_come_last"])
 def either_order(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def weight_changes(monkeypatch):
+    """Have the constructor of Flux's pipeline write zeros to a weight."""
+    init = FluxPipeline.__init__
+
+    @functools.wraps(init)  # diffusers reads its signature
+    def init_and_change(pipe, **components):
+        init(pipe, **components)
+        with torch.no_grad():
+            pipe.vae.decoder.conv_in.bias.zero_()
+
+    monkeypatch.setattr(FluxPipeline, "__init__", init_and_change)
 
 
 @pytest.fixture

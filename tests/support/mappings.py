@@ -6,6 +6,12 @@ from pathlib import Path
 
 import torch
 
+import shmload
+from shmload._building.mapped import is_in
+from shmload._host.descriptors import inode_of
+from shmload._host.procfs import mappings_of
+from shmload._host.shm import SHM_DIR
+
 
 class Mappings:
     """A snapshot of /proc/self/maps."""
@@ -55,3 +61,9 @@ def state_of(pipe):
         if isinstance(part, torch.nn.Module)
         for key, tensor in part.state_dict().items()
     }
+
+
+def in_no_segment(tensors):
+    """Return those of some tensors, by name, that lie in no segment that is resident."""
+    mappings = mappings_of({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
+    return {name: each for name, each in tensors.items() if not is_in(mappings, each)}

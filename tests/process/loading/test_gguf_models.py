@@ -8,12 +8,9 @@ import torch
 from comparing import assert_modules_equal
 from gguf_files import dequantised, save_blocks
 from gguf_models import MODELS
+from mappings import in_no_segment
 
 import shmload
-from shmload._building.mapped import is_in
-from shmload._host.descriptors import inode_of
-from shmload._host.procfs import mappings_of
-from shmload._host.shm import SHM_DIR
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("remembers")]
 
@@ -52,12 +49,6 @@ def decoded():
     return [info for info in shmload.segments() if not info.kept]
 
 
-def private_of(model):
-    """Return the names of the weights that are in no segment."""
-    mappings = mappings_of({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
-    return {name for name, each in model.state_dict().items() if not is_in(mappings, each)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -77,8 +68,8 @@ def test_quantised_model_is_that_of_diffusers(written, name, dtype, evicts):
     blocks = {key for key, kind in kinds.items() if kind is not None}
     assert len(blocks) > 5
     # Only what it keeps in float32 hinders a cast before.
-    assert not private_of(got) & blocks
-    assert getattr(diffusers, name)._keep_in_fp32_modules or not private_of(got)
+    assert not in_no_segment(got.state_dict()).keys() & blocks
+    assert getattr(diffusers, name)._keep_in_fp32_modules or not in_no_segment(got.state_dict())
     resident = decoded()
     assert_modules_equal(shmload.load_model(name, path, dtype=dtype, **given), wanted, name)
     assert [each.name for each in decoded()] == [each.name for each in resident]
@@ -95,7 +86,7 @@ def test_without_configuration_it_is_an_ordinary_model(written, name, dtype, evi
     given = {} if dtype is None else {"torch_dtype": dtype}
     wanted = getattr(diffusers, name).from_single_file(tensors, config=config, **given)
     assert_modules_equal(got, wanted, name)
-    assert private_of(got) == set()
+    assert in_no_segment(got.state_dict()) == {}
     with pytest.raises(shmload.ArgumentError, match="one model and no pipeline; load it by load_m"):
         shmload.load_pipeline(path, config=config)
 

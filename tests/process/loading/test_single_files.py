@@ -7,14 +7,11 @@ import pytest
 import single_files
 import torch
 from comparing import assert_component_equal, assert_equal
+from mappings import in_no_segment, state_of
 from safetensors.torch import save_file
 
 import shmload
 from shmload._building import build
-from shmload._building.mapped import is_in
-from shmload._host.descriptors import inode_of
-from shmload._host.procfs import mappings_of
-from shmload._host.shm import SHM_DIR
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("remembers")]
 
@@ -31,15 +28,9 @@ def decoded():
     return [info for info in shmload.segments() if not info.kept]
 
 
-def private_nbytes(models):
-    """Return how many bytes of some models' weights are in no segment."""
-    mappings = mappings_of({inode_of((SHM_DIR / each.name).stat()) for each in shmload.segments()})
-    weights = [each for model in models for each in model.state_dict().values() if each.numel()]
-    return sum(each.nbytes for each in weights if not is_in(mappings, each))
-
-
-def models_of(pipe):
-    return [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
+def private_nbytes(pipe):
+    """Return how many bytes of a pipeline's weights are in no segment."""
+    return sum(each.nbytes for each in in_no_segment(state_of(pipe)).values())
 
 
 # Pipelines ----------------------------------------------------------------------------------------
@@ -51,7 +42,7 @@ def test_stable_diffusion_is_shared_whole(one_file, dtype, evicts):
     got = shmload.load_pipeline(path, config=config, dtype=dtype, keep=True)
     wanted = library_alone(diffusers.StableDiffusionPipeline, path, config, dtype)
     assert_equal(got, wanted)
-    assert private_nbytes(models_of(got)) == 0
+    assert private_nbytes(got) == 0
     resident = [segment.name for segment in decoded()]
     assert_equal(shmload.load_pipeline(path, config=config, dtype=dtype, keep=True), wanted)
     assert [segment.name for segment in decoded()] == resident
@@ -71,7 +62,7 @@ def test_sdxl_copies_only_what_diffusers_joins_and_says_so(
     assert_equal(got, wanted)
     # In the file its second encoder has one tensor for three projections, and one transposed.
     encoder = sum(each.nbytes for each in got.text_encoder_2.state_dict().values())
-    assert 0 < private_nbytes(models_of(got)) < encoder
+    assert 0 < private_nbytes(got) < encoder
     assert re.search(rf"{path}: [\d.]+ KiB lie in no segment", caplog.text)
 
 
