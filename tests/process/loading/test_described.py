@@ -1,5 +1,6 @@
 """Libraries describe files in a process of their own, within bounds, whatever the files are."""
 
+import contextlib
 import os
 import random
 import struct
@@ -7,6 +8,7 @@ import struct
 import pytest
 import torch
 from gguf_files import content, entry, front, padded, pair
+from memory_files import in_memory
 
 from shmload._checkpoints.formats import described, gguf
 from shmload._checkpoints.formats.described import (
@@ -15,7 +17,6 @@ from shmload._checkpoints.formats.described import (
     describe_all,
     read_described,
 )
-from shmload._host.descriptors import Descriptor
 
 _TENSORS = {"a": ("F32", (2, 3), bytes(24)), "b.weight": ("Q4_0", (64,), bytes(36))}
 
@@ -29,16 +30,8 @@ def _forgets(monkeypatch):
 @pytest.fixture
 def opened():
     """Return a function that makes a file of some bytes and opens it."""
-    files = []
-
-    def make(raw):
-        files.append(Descriptor(os.memfd_create("file")))
-        os.write(files[-1].fd, raw)
-        return files[-1].fd
-
-    yield make
-    for each in files:
-        each.close()
+    with contextlib.ExitStack() as files:
+        yield lambda raw: files.enter_context(in_memory(raw))
 
 
 def test_file_without_an_end_to_read_is_refused_by_a_deadline(opened, configure):

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from comparing import as_bytes
+from memory_files import in_memory
 
 from shmload._building.blocks_maker import Joins
 from shmload._building.mapped import is_in
@@ -17,12 +18,10 @@ from shmload._host.procfs import mappings_of
 @pytest.fixture
 def segment():
     """The descriptor of a file of eight pages."""
-    fd = os.memfd_create("segment")
     generator = torch.Generator().manual_seed(0)
     content = torch.randint(0, 256, (8 * PAGE_NBYTES,), dtype=torch.uint8, generator=generator)
-    os.write(fd, content.numpy())
-    yield fd
-    os.close(fd)
+    with in_memory(content.numpy()) as fd:
+        yield fd
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The header parser accepts every safetensors file and refuses each bad header with one error."""
 
-import contextlib
 import json
 import os
 
@@ -9,6 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_files import in_memory
 
 from shmload._checkpoints.dtypes import NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import parse_header, read_header
@@ -34,18 +34,8 @@ def serialize(tensors, metadata=None):
     return safetensors.torch.save(given, metadata)
 
 
-@contextlib.contextmanager
-def opened(content):
-    fd = os.memfd_create("header")
-    try:
-        os.write(fd, content)
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def read(content):
-    with opened(content) as fd:
+    with in_memory(content) as fd:
         return read_header(fd, "model.safetensors")
 
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from devices import LateDevice
+from memory_files import in_memory
 from torch import nn
 
 from shmload._devices import origin
@@ -42,11 +43,9 @@ class Model(nn.Module):
 @pytest.fixture
 def segment():
     """A file with the weights of four blocks."""
-    fd = os.memfd_create("segment")
     torch.manual_seed(0)
-    os.pwrite(fd, torch.randn(_BLOCKS, _SIZE, _SIZE).numpy().tobytes(), 0)
-    yield fd
-    os.close(fd)
+    with in_memory(torch.randn(_BLOCKS, _SIZE, _SIZE).numpy()) as fd:
+        yield fd
 
 
 @pytest.fixture

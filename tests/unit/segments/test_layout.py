@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_files import in_memory
 
 from shmload._checkpoints.dtypes import FLOATS, NBITS, TORCH_NAMES
 from shmload._checkpoints.formats.safetensors import build_header, read_header
@@ -64,16 +65,6 @@ def converting(target, exceptions=()):
         return target
 
     return dtype_of
-
-
-@contextlib.contextmanager
-def in_memory(content=b""):
-    fd = os.memfd_create("layout")
-    try:
-        os.write(fd, content)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

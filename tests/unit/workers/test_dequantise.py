@@ -1,10 +1,9 @@
 """Blocks of every kind are dequantised to the bits of the gguf package and torch's cast."""
 
-import os
-
 import pytest
 import torch
 from gguf_files import content, dequantised, random_blocks
+from memory_files import in_memory
 
 from shmload._checkpoints.dtypes import BLOCKS, parse_dtype
 from shmload._checkpoints.formats.gguf import read_header
@@ -51,12 +50,8 @@ def test_infinities_and_nans_are_where_the_package_has_them(kind):
 @pytest.mark.parametrize("kind", sorted(UNKNOWN))
 def test_kind_that_the_package_does_not_dequantise_is_named(kind):
     tensors = {"a.weight": (kind, (256,), bytes(256 // BLOCKS[kind][0] * BLOCKS[kind][1]))}
-    fd = os.memfd_create("source")
-    try:
-        os.write(fd, content(tensors))
+    with in_memory(content(tensors)) as fd:
         header = read_header(fd, "a.gguf")
-    finally:
-        os.close(fd)
     require_dequantised("a.gguf", header.tensors, RAW)
     with pytest.raises(CheckpointError, match=f"'a.weight' has the kind {kind}"):
         require_dequantised("a.gguf", header.tensors, Rule(target="BF16"))
