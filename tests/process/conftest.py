@@ -18,6 +18,8 @@ from warming import TENSORS
 from shmload._building import placing, remembered
 from shmload._building.build import Build
 from shmload._cli.main import main
+from shmload._decoding.allowance import Bound
+from shmload._devices import destination
 from shmload._loading.load import Load
 from shmload._placement import inventory
 from shmload._placement.inventory import parse_inventory
@@ -226,3 +228,11 @@ def streams(monkeypatch):
 
     monkeypatch.setattr(Load, "give_back", note_and_give_back)
     return seen
+
+
+@pytest.fixture
+def little_ahead(monkeypatch):
+    """Have loads hold at most 64 KiB at a time on the host; even small pipelines have more."""
+    monkeypatch.setattr(
+        destination, "bound_of", lambda _workers, limit: Bound(32 << 10, 64 << 10, limit)
+    )

@@ -16,8 +16,6 @@ from shmload._building import placing, rules
 from shmload._building.build import Build
 from shmload._checkpoints.rule import Rule
 from shmload._checkpoints.source import Checkpoint, Source
-from shmload._decoding.allowance import Bound
-from shmload._devices import destination
 from shmload._devices.destination import Destination
 from shmload._runtimes.runtime import Runtime
 from shmload._segments import eviction
@@ -112,16 +110,6 @@ def test_number_of_workers_bounds_what_the_host_holds(tmp_path):
     )
     ahead = [Destination(device_map="cuda").bound(source, workers) for workers in (1, 4)]
     assert 4 * ahead[0].ahead_nbytes == ahead[1].ahead_nbytes
-
-
-@pytest.fixture
-def little_ahead(monkeypatch):
-    """Have all loads hold no more than 64 KiB at a time on the host."""
-
-    def bound_of(workers, limit_nbytes):
-        return Bound(32 << 10, 64 << 10, limit_nbytes)
-
-    monkeypatch.setattr(destination, "bound_of", bound_of)
 
 
 def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(

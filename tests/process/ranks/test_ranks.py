@@ -14,8 +14,6 @@ from warming import CHILD, begun
 from watching import until
 
 import shmload
-from shmload._decoding.allowance import Bound
-from shmload._devices import destination
 from shmload._loading import holdings
 from shmload._segments import eviction
 
@@ -246,12 +244,6 @@ def test_share_is_not_chosen_where_the_caller_has_chosen(saved, rank, shm_names,
 
 
 # Accelerators -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def little_ahead(monkeypatch):
-    """Have the host hold no more than 64 KiB at a time, so that small weights are too large."""
-    monkeypatch.setattr(destination, "bound_of", lambda *_: Bound(32 << 10, 64 << 10, None))
 
 
 @pytest.mark.libraries

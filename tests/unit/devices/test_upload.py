@@ -178,13 +178,6 @@ def test_file_is_read_in_place_of_its_mapping(mapped):
     assert not is_touched(source.data_ptr(), source.data_ptr() + source.nbytes)
 
 
-def test_mapping_that_was_written_to_is_read_itself(mapped):
-    module, fd = mapped
-    module.weight[1_000_000] = 7
-    wanted = bytes(module.weight.numpy())
-    assert send_mapped(module, fd, LateDevice()) == wanted != os.pread(fd, 2 << 20, 0)
-
-
 def test_file_that_cannot_be_read_is_copied_from_its_mapping(mapped, monkeypatch):
     module, fd = mapped
     reads = itertools.count()
