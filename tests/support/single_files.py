@@ -1,8 +1,8 @@
 """Write Stable Diffusion pipelines as one file, with the names of the original authors' code.
 
-Stable Diffusion 1 and XL are known, and the transformers of Stable Diffusion 3 and Flux. The names
-are those of CompVis' latent-diffusion, of open_clip, and of the code that came with these models,
-by which the published files are written.
+Stable Diffusion 1 and XL are known, and the transformer of Flux. The names are those of CompVis'
+latent-diffusion, of open_clip, and of the code that came with Flux, by which the published files
+are written.
 """
 
 import re
@@ -12,26 +12,7 @@ from typing import Any
 
 Tensors = dict[str, Any]
 
-# By part of a name, in the transformers of Stable Diffusion 3 and of Flux.
-_SD3 = {
-    "pos_embed.proj": "x_embedder.proj",
-    "pos_embed.pos_embed": "pos_embed",
-    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-    "norm_out.linear": "final_layer.adaLN_modulation.1",
-    "transformer_blocks.": "joint_blocks.",
-    "attn.to_add_out": "context_block.attn.proj",
-    "attn.to_out.0": "x_block.attn.proj",
-    "norm1_context.linear": "context_block.adaLN_modulation.1",
-    "norm1.linear": "x_block.adaLN_modulation.1",
-    "ff_context.net.0.proj": "context_block.mlp.fc1",
-    "ff_context.net.2": "context_block.mlp.fc2",
-    "ff.net.0.proj": "x_block.mlp.fc1",
-    "ff.net.2": "x_block.mlp.fc2",
-    "proj_out": "final_layer.linear",
-}
+# By part of a name, in the transformer of Flux.
 _FLUX = {
     "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
     "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
@@ -112,17 +93,6 @@ def as_one_file(pipe: Any) -> Tensors:
     return found | dict(_open_clip_tensors(second, "conditioner.embedders.1.model."))
 
 
-def sd3_transformer(model: Any) -> Tensors:
-    """Return the tensors of Stable Diffusion 3's transformer as its authors have them."""
-    tensors = _joined(model.state_dict(), "x_block.attn.qkv", "context_block.attn.qkv")
-    last = f"transformer_blocks.{model.config.num_layers - 1}.norm1_context.linear"
-    found = {
-        _replaced(name, _SD3): _swapped(tensor) if name.startswith(("norm_out", last)) else tensor
-        for name, tensor in tensors.items()
-    }
-    return {_UNET_PREFIX + name: tensor for name, tensor in found.items()}
-
-
 def flux_transformer(model: Any) -> Tensors:
     """Return the tensors of Flux's transformer as its authors have them."""
     found = {}
@@ -163,7 +133,7 @@ def _joined(tensors: Tensors, image: str, text: str) -> Tensors:
 
     found = {}
     for name, tensor in tensors.items():
-        match = re.search(r"attn2?\.(?:to_([qkv])|add_([qkv])_proj)\.|\.proj_mlp\.", name)
+        match = re.search(r"attn\.(?:to_([qkv])|add_([qkv])_proj)\.|\.proj_mlp\.", name)
         if not match:
             found[name] = tensor
             continue
@@ -178,8 +148,7 @@ def _joined(tensors: Tensors, image: str, text: str) -> Tensors:
             end = match.group().replace("q", "{}", 1) if match[1] else "attn.add_{}_proj."
             parts = [tensors[name.replace(match.group(), end.format(each))] for each in "qkv"]
             where = image if match[1] else text
-            joined = where.replace("attn.", "attn2.") if "attn2" in match.group() else where
-            found[name.replace(match.group(), f"{joined}.")] = torch.cat(parts)
+            found[name.replace(match.group(), f"{where}.")] = torch.cat(parts)
     return found
 
 

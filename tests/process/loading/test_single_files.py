@@ -4,7 +4,6 @@ import re
 
 import diffusers
 import pytest
-import single_files
 import torch
 from comparing import assert_component_equal, assert_equal
 from mappings import in_no_segment, state_of
@@ -90,14 +89,6 @@ def test_model_with_the_names_of_diffusers(saved, evicts):
     (path,) = (saved("wan") / "transformer").glob("*.safetensors")
     name, config = "WanTransformer3DModel", str(saved("wan"))
     assert_model_equal(name, path, config, "transformer", torch.bfloat16)
-
-
-def test_transformer_with_its_authors_names(saved, tmp_path, evicts):
-    source, name = saved("sd3"), "SD3Transformer2DModel"
-    model = diffusers.SD3Transformer2DModel.from_pretrained(source / "transformer")
-    path = tmp_path / "sd3.safetensors"
-    save_file(single_files.sd3_transformer(model), path)
-    assert_model_equal(name, path, str(source), "transformer", torch.bfloat16)
 
 
 # Errors -------------------------------------------------------------------------------------------
