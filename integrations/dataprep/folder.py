@@ -161,8 +161,7 @@ class Folder(contextlib.AbstractContextManager["Folder"]):
         with refusing(self.path):
             for left in (*temporary, *self._beyond(self._suffix)):
                 left.unlink()
-        if not (self.path / _INDEX).exists():
-            write_whole(self.path / _INDEX, write, durable=True)
+        write_whole(self.path / _INDEX, write, durable=True)
         return self.report
 
     def _path(self, number: int) -> Path:

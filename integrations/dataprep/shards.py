@@ -133,6 +133,8 @@ def refusing(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
+    except ResultsError:  # an OSError, too
+        raise
     except OSError as exc:
         raise refused(path, exc) from exc
 
