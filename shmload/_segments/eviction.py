@@ -123,7 +123,7 @@ def choose_victims(
         needed. Whether memory then suffices is known only once they are removed.
 
     Raises:
-        SharedMemoryFull: the new segments would exceed the budget without all of them.
+        SharedMemoryFull: the new segments exceed the budget, whatever is evicted.
     """
     found = list(resident)
     over = 0

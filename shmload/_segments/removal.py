@@ -120,7 +120,7 @@ def remove_idle(
             for segment in sorted(going, key=lambda each: names.index(each.name)):
                 needed_by = needing.get(segment.name, {})
                 if mapped.get(segment.inode, set()).difference(ignored) or (
-                    _is_needed(needed_by, look.idle)
+                    _is_needed(needed_by, look.idle, patience_s, ignored)
                 ):
                     look.used.append(segment.name)
                 # A process that has waited for the lock for a second builds the segment anew. If
@@ -131,16 +131,23 @@ def remove_idle(
     return look
 
 
-def _is_needed(needed_by: Mapping[str, bool], gone: list[str]) -> bool:
-    """Remove what loads have built over an idle segment; tell whether something needs it still.
+def _is_needed(
+    needed_by: Mapping[str, bool], gone: list[str], patience_s: float, ignored: Collection[int]
+) -> bool:
+    """Remove what loads have built over an idle segment; tell whether something still needs it.
 
     Args:
         needed_by: as `needing_by_segment` has it.
         gone: what is removed already, and gets the names of what is removed here.
+        patience_s: as for `remove_idle`.
+        ignored: likewise.
     """
     left = needed_by.keys() - gone
     if left and all(needed_by[name] for name in left):
-        gone += remove_idle([*left], condition=lambda segment: not segment.is_pinned).idle
+        look = remove_idle(
+            [*left], patience_s, condition=lambda segment: not segment.is_pinned, ignored=ignored
+        )
+        gone += look.idle
     return not left.issubset(gone)
 
 
