@@ -194,9 +194,9 @@ class Reader:
     def _fetch(self, file: Reading, buffer: memoryview, group: Runs) -> memoryview:
         """Read a group to where its page begins in the buffer; return where it lies."""
         if file.is_past_cache or self._slow_reads >= _ENOUGH_READS:
-            return _fetch(file, buffer, group)
+            return _read_group(file, buffer, group)
         began_s = time.thread_time()
-        content = _fetch(file._replace(direct_fd=None), buffer, group)
+        content = _read_group(file._replace(direct_fd=None), buffer, group)
         took_s = time.thread_time() - began_s
         if len(content) > READ_NBYTES // 2:
             is_slow = len(content) < _SLOW_COPY * took_s
@@ -261,7 +261,7 @@ def is_one_range(first: Run, last: Run, run: Run) -> bool:
     return is_near and run.source_end - first.source_offset <= RANGE_NBYTES
 
 
-def _fetch(file: Reading, buffer: memoryview, group: Runs) -> memoryview:
+def _read_group(file: Reading, buffer: memoryview, group: Runs) -> memoryview:
     """Read a group to where its page begins in the buffer; return where it lies."""
     first, end = group[0].source_offset, group[-1].source_end
     begin = first // _PAGE_NBYTES * _PAGE_NBYTES

@@ -29,7 +29,7 @@ class _Group(click.Group):
             return super().main(*args, **kwargs)
         except OSError as exc:  # click itself handles a closed pipe
             what = "the output cannot be written" if is_of_output(exc) else exc.filename
-            say(f"shmload: {what}: {exc.strerror}" if what else f"shmload: {exc}", err=True)
+            say(f"shmload: {what}: {exc.strerror or exc}" if what else f"shmload: {exc}", err=True)
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:  # click's own signature

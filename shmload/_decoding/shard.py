@@ -89,8 +89,11 @@ class Shard(Descriptor):
         self.resident_nbytes = shm_nbytes(self.name) or 0
         """Size of the segment, in bytes, if it is resident."""
         can_link = may_link and file_format.can_be_linked and applied == RAW
-        is_near = not is_remote(file_system(self.stat.st_dev))
-        self.is_linked = can_link and not self.resident_nbytes and is_near
+        self.is_linked = (
+            can_link
+            and not self.resident_nbytes
+            and not is_remote(file_system(self.stat.st_dev))  # last: it reads all mounts
+        )
         """Whether the library maps the file directly: its format allows that, it has the wanted
         dtypes and lies on a local disk."""
         if not (self.is_linked or self.resident_nbytes):
