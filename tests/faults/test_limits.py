@@ -1,6 +1,5 @@
 """What a limit of the process forbids is an error that names the limit, and nothing is left."""
 
-import contextlib
 import errno
 import json
 import resource
@@ -9,27 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from children import run_to_end
+from children import limited, run_to_end
 from doors import decoding_door, refusal
 from safetensors.numpy import save_file
 
 import shmload
 from shmload._decoding.worker_process import WorkerProcess
 from shmload._host import procs
-
-
-@contextlib.contextmanager
-def file_size(nbytes):
-    """Limit the size of files that this process writes, in the block.
-
-    Not in a fixture: pytest writes that a test has passed before it ends them, maybe to a file.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -48,7 +33,7 @@ def many(tmp_path, evicts):
 @decoding_door
 def test_size_of_files(checkpoint, shm_names, door):
     words = (checkpoint, "RLIMIT_FSIZE is 1000", "ulimit -f unlimited")
-    with file_size(1000):
+    with limited(resource.RLIMIT_FSIZE, 1000):
         refusal(door, checkpoint, shmload.CapacityError, *words)
     assert shm_names() == []
 

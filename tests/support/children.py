@@ -1,10 +1,12 @@
-"""Python processes that a test starts, and talks to in lines."""
+"""Python processes that a test starts, and talks to in lines; limits of processes."""
 
+import contextlib
 import os
+import resource
 import selectors
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +24,20 @@ def run_to_end(command: Sequence[str | Path], **given: Any) -> subprocess.Comple
         timeout=_COMMAND_TIMEOUT_S,
         **({"check": False} | given),
     )
+
+
+@contextlib.contextmanager
+def limited(number: int, limit: int) -> Iterator[None]:
+    """Set a soft limit of this process, such as `resource.RLIMIT_FSIZE`, in the block.
+
+    Not in a fixture: pytest writes that a test has passed before it ends them, maybe to a file.
+    """
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(number, before)
 
 
 class Child:

@@ -13,7 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from children import run_to_end
+from children import limited, run_to_end
 from watching import until
 
 import shmload
@@ -292,13 +292,9 @@ def test_what_cannot_be_read_or_locked_is_an_error(job, folder, monkeypatch):
 
 
 def test_disk_that_is_full_from_the_start_is_an_error(job, folder):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
-    try:
-        with pytest.raises(shmload.ResultsError, match="cannot be written"):
-            job().write(squares, range(3), folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = "cannot be written"
+    with limited(resource.RLIMIT_FSIZE, 16), pytest.raises(shmload.ResultsError, match=said):
+        job().write(squares, range(3), folder)
     assert job().write(squares, range(3), folder).computed == 3
 
 

@@ -13,6 +13,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from children import limited
 from watching import Watched
 
 import shmload
@@ -207,12 +208,8 @@ def test_job_is_closed_when_no_descriptor_is_free(job):
     made = job(procs=1)
     (pids,) = made.map(pids_of, [0])
     watched = Watched(pids)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, 1):
         made.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     watched.wait_for_the_end()
 
 
@@ -227,14 +224,10 @@ def test_job_is_closed_when_no_descriptor_is_free(job):
 def test_limit_that_forbids_a_process_is_named(job, limit, allowed):
     made = job()
     assert list(made.map(same, [0])) == [0]  # in the first process
+    said = f"{limit} is .*; raise it with `ulimit"
     number = getattr(resource, limit)
-    before = resource.getrlimit(number)
-    resource.setrlimit(number, (allowed(), before[1]))
-    try:
-        with pytest.raises(shmload.CapacityError, match=f"{limit} is .*; raise it with `ulimit"):
-            list(made.map(same, [0, 1]))
-    finally:
-        resource.setrlimit(number, before)
+    with limited(number, allowed()), pytest.raises(shmload.CapacityError, match=said):
+        list(made.map(same, [0, 1]))
     assert list(made.map(same, [0, 1])) == [0, 1]
 
 
