@@ -5,14 +5,12 @@ import struct
 import gguf
 import numpy as np
 import pytest
-from gguf_files import KINDS, content, front, random_blocks
+from gguf_files import KINDS, front, random_blocks
 
 from shmload._checkpoints.dtypes import BLOCKS
 from shmload._checkpoints.formats.described import Unread
 from shmload._checkpoints.formats.gguf import describe
 from shmload._checkpoints.header import TensorSpec, wrong_in
-
-_SMALL = {"a": ("F32", (2, 3), bytes(24)), "b.weight": ("Q4_0", (64,), bytes(36))}
 
 
 def test_file_of_the_package_is_read_as_by_the_package(tmp_path):
@@ -43,8 +41,6 @@ def test_file_of_the_package_is_read_as_by_the_package(tmp_path):
     ("raw", "error", "message"),
     [
         (b"GGML" + front(1)[4:] + bytes(99), ValueError, "magic"),
-        (front(0, version=4), ValueError, "version 4"),
-        (content(_SMALL)[:-60], ValueError, "cannot reshape"),
         (
             b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(99),
             Unread,
