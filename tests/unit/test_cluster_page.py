@@ -1,17 +1,9 @@
 """The documentation's examples for clusters and containers name things that exist."""
 
-import re
-from pathlib import Path
-
 import yaml
+from pages import blocks
 
 from shmload._cli.main import main
-
-_DOCS = Path(__file__).parents[2] / "docs"
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (_DOCS / page).read_text(), re.M | re.S)
 
 
 def manifests():

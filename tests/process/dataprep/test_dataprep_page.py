@@ -7,19 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.torch
+from pages import blocks
 from PIL import Image
 
 from shmload.integrations import dataprep
 
-PAGE = re.findall(
-    r"^```python\n(.*?)^```",
-    (Path(__file__).parents[3] / "docs" / "dataprep.md").read_text(),
-    re.M | re.S,
-)
-
 
 def block_with(text):
-    (found,) = [block for block in PAGE if text in block]
+    (found,) = [block for block in blocks("dataprep.md") if text in block]
     return found
 
 

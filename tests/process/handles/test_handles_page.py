@@ -1,12 +1,11 @@
 """The examples of handles run as docs/share.md prints them."""
 
 import re
-from pathlib import Path
 
 import pytest
 from forking_python import FINALIZES
+from pages import blocks
 
-_PAGE = Path(__file__).parents[3] / "docs" / "share.md"
 _SOURCE = "path/to/stable-diffusion"
 # Output of each example, in their order.
 _PRINTS = {
@@ -18,8 +17,7 @@ _PRINTS = {
 
 
 def examples():
-    blocks = re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
-    return [each for each in blocks if "shmload.share(" in each]
+    return [each for each in blocks("share.md") if "shmload.share(" in each]
 
 
 def test_each_example_is_run_below():

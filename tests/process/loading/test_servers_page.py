@@ -1,11 +1,10 @@
 """The examples on the page for servers run as printed, and what it says of updates holds."""
 
 import re
-from pathlib import Path
 
 import pytest
+from pages import blocks
 
-_PAGE = Path(__file__).parents[3] / "docs" / "servers.md"
 _SOURCE = "path/to/stable-diffusion"
 _LORA = "path/to/lora.safetensors"
 _ASK = """
@@ -36,8 +35,7 @@ _TRIALS = {
 
 
 def examples():
-    blocks = re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
-    return [each for each in blocks if _SOURCE in each]
+    return [each for each in blocks("servers.md") if _SOURCE in each]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
 """The examples on the page for several models run as printed, and the server keeps its budget."""
 
 import io
-import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 from adapters import save_lora
+from pages import blocks
 from PIL import Image
 from pipelines import build, save
 
@@ -17,13 +16,8 @@ import shmload
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts")]
 
-_PAGE = Path(__file__).parents[3] / "docs" / "switching.md"
 _MODELS = "photo", "anime", "cartoon"
 _STYLES = {"ink": 0.8, "wash": 0.6}
-
-
-def examples():
-    return re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ def test_server_makes_all_pictures_within_its_budget(folder, monkeypatch):
     plan = shmload.plan(folder / "path/to/photo", dtype="bfloat16", keep=True)
     # Three models are 3, and each style half of one, with its structure.
     budget = plan.decode_nbytes * 4
-    (server,) = [each for each in examples() if "FastAPI(" in each]
+    (server,) = [each for each in blocks("switching.md") if "FastAPI(" in each]
     monkeypatch.chdir(folder)
     space, size = {}, 16
     exec(server.replace('"20GiB"', str(budget)), space)
@@ -84,7 +78,7 @@ def test_example_switches(folder, monkeypatch):
     monkeypatch.chdir(folder)
     shmload.publish(shmload.load_pipeline("path/to/cartoon", keep=True), "watercolour")
     space = {}
-    exec(examples()[0], space)
+    exec(blocks("switching.md")[0], space)
     space["switcher"].close()
     assert space["image"].size == (16, 16)
 
@@ -95,8 +89,8 @@ def test_examples_update(folder, monkeypatch, capsys):
     shmload.publish(trained, "watercolour")
     with torch.no_grad():
         trained.unet.conv_in.weight.add_(1)
-    spaces = [{"shmload": shmload, "trained": trained} for _ in examples()[2:]]
-    for example, space in zip(examples()[2:], spaces, strict=True):
+    spaces = [{"shmload": shmload, "trained": trained} for _ in blocks("switching.md")[2:]]
+    for example, space in zip(blocks("switching.md")[2:], spaces, strict=True):
         exec(example, space)
     _, reader, loaded = spaces
     assert capsys.readouterr().out == "shm:watercolour@2\n"
