@@ -29,8 +29,9 @@ from shmload._host.memory import free_pages
 from shmload._host.procfs import mappings_below
 from shmload._loading.holdings import Holdings
 from shmload._loading.progress import Progress
-from shmload._loading.room import chosen_budget, require_memory
+from shmload._loading.room import chosen_budget
 from shmload._loading.trace import Phase, current, during
+from shmload._segments.eviction import evict_for
 from shmload._segments.models import Model, find_models
 from shmload._segments.names import name_prefix
 from shmload._segments.part import Part
@@ -168,7 +169,7 @@ class Load:
                 limit="max_host_memory",
             )
         if self._allowance:
-            require_memory(self.holdings.unfilled_nbytes())
+            evict_for(self.holdings.unfilled_nbytes(), has_name=False)
             logger.info("%s: the host holds all weights: %s", self._source.given, reason)
             self._allowance.lift()
 

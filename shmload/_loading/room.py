@@ -23,7 +23,7 @@ from shmload._segments.segment import SHARED
 from shmload._service.notice import service_budget, service_status
 from shmload._settings import settings
 from shmload._wording import format_nbytes, logger_of
-from shmload.errors import CapacityError, MemoryLimitExceeded, SegmentUntrusted, SharedMemoryFull
+from shmload.errors import CapacityError, SegmentUntrusted, SharedMemoryFull
 
 logger = logger_of(__name__)
 
@@ -79,25 +79,6 @@ def made_room(
             except CapacityError:
                 gone = evict_for(nbytes)
             yield gone
-
-
-def require_memory(nbytes: int) -> None:
-    """Check that there is memory for parts without names, which take none of /dev/shm.
-
-    What is idle is evicted for them.
-
-    Args:
-        nbytes: what they are to take, in bytes.
-
-    Raises:
-        CapacityError: there is too little memory.
-    """
-    try:
-        require_room(nbytes)
-    except MemoryLimitExceeded:
-        evict_for(nbytes)
-    except SharedMemoryFull:  # memory was asked before
-        pass
 
 
 @contextlib.contextmanager

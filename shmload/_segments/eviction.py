@@ -45,18 +45,19 @@ class Budget(msgspec.Struct, frozen=True):
     """How a user can raise it, for errors."""
 
 
-def require_room(nbytes: int, *, evictable: int = 0) -> None:
+def require_room(nbytes: int, *, evictable: int = 0, has_name: bool = True) -> None:
     """Check that there is room for `nbytes` of new segments.
 
     Args:
         nbytes: size of the segments, in bytes.
         evictable: how many bytes could be evicted for them.
+        has_name: whether they lie in /dev/shm.
 
     Raises:
+        SharedMemoryFull: the file system at /dev/shm is too small.
         MemoryLimitExceeded: the control group or the machine has too little memory.
-        SharedMemoryFull: it has enough, but the file system at /dev/shm is too small.
     """
-    for error, room, limit, remedy in _limits(nbytes) if nbytes else ():
+    for error, room, limit, remedy in _limits(nbytes, has_name=has_name) if nbytes else ():
         left = max(0, room + evictable)
         if nbytes > left:
             raise error(
@@ -68,21 +69,29 @@ def require_room(nbytes: int, *, evictable: int = 0) -> None:
             )
 
 
-def room_nbytes(nbytes: int = 0) -> int:
+def room_nbytes(nbytes: int = 0, *, has_name: bool = True) -> int:
     """Return the room for new segments, in bytes; negative if the margin is used already.
 
     Args:
         nbytes: size of the segments, which decides whether workers need memory too.
+        has_name: whether they lie in /dev/shm.
     """
-    return min(room for _, room, _, _ in _limits(nbytes))
+    return min(room for _, room, _, _ in _limits(nbytes, has_name=has_name))
 
 
-def _limits(nbytes: int) -> Iterator[tuple[type[CapacityError], int, str, str]]:
-    """Yield each limit on segments: its error, the room for new ones, its name and the remedy.
-
-    That of /dev/shm comes last: parts without names have only the others.
-    """
+def _limits(nbytes: int, *, has_name: bool) -> Iterator[tuple[type[CapacityError], int, str, str]]:
+    """Yield each limit on segments: its error, the room for new ones, its name and the remedy."""
     promised = unwritten_nbytes(part_names())  # to the parts of other loads
+    if has_name:
+        yield (
+            SharedMemoryFull,
+            shm_free_nbytes() - promised,
+            "/dev/shm",
+            "free some with `shmload rm` or `shmload gc`; or remove what others have there (`du "
+            f"-ah /dev/shm | sort -h | tail`); or enlarge it, {format_nbytes(shm_total_nbytes())}: "
+            "`mount -o remount,size=90% /dev/shm`, `docker run --shm-size`, or an emptyDir of "
+            "medium Memory",
+        )
     is_inline = nbytes <= settings().inline_nbytes
     workers = 0 if is_inline else worker_count(parent_is_busy=False)
     kept = promised + _MARGIN_NBYTES + workers * _WORKER_NBYTES
@@ -92,14 +101,6 @@ def _limits(nbytes: int) -> Iterator[tuple[type[CapacityError], int, str, str]]:
         yield MemoryLimitExceeded, of_group - kept, "the memory control group", remedy
     remedy = "free some with `shmload rm` or stop a process"
     yield MemoryLimitExceeded, machine_free_nbytes() - kept, "the machine's memory", remedy
-    yield (
-        SharedMemoryFull,
-        shm_free_nbytes() - promised,
-        "/dev/shm",
-        "free some with `shmload rm` or `shmload gc`; or remove what others have there (`du -ah "
-        f"/dev/shm | sort -h | tail`); or enlarge it, {format_nbytes(shm_total_nbytes())}: `mount "
-        "-o remount,size=90% /dev/shm`, `docker run --shm-size`, or an emptyDir of medium Memory",
-    )
 
 
 def choose_victims(
@@ -168,13 +169,16 @@ def evictable(found: Iterable[SegmentInfo]) -> list[SegmentInfo]:
     return going
 
 
-def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> list[SegmentInfo]:
+def evict_for(
+    nbytes: int, budget: Budget | None = None, reserved: int = 0, *, has_name: bool = True
+) -> list[SegmentInfo]:
     """Evict enough for `nbytes` of new segments, or nothing if that is impossible.
 
     Args:
         nbytes: size of the new segments, in bytes.
         budget: as for `choose_victims`.
         reserved: as for `choose_victims`.
+        has_name: whether the new segments lie in /dev/shm.
 
     Returns:
         The segments that were removed.
@@ -190,14 +194,15 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
             msgspec.structs.replace(info, is_leased=info.is_leased or info.name in taken)
             for info in (segments() if looks_at_mappings else segments_by_lock())
         ]
-        room = room_nbytes(nbytes)
+        room = room_nbytes(nbytes, has_name=has_name)
         if room < nbytes and remove_leftovers():
-            room = room_nbytes(nbytes)
+            room = room_nbytes(nbytes, has_name=has_name)
         victims = choose_victims(found, nbytes, room, budget, reserved)
         if victims and not looks_at_mappings:
             looks_at_mappings = True
             continue
-        require_room(nbytes, evictable=sum(info.nbytes for info in evictable(found)))
+        could_go = sum(info.nbytes for info in evictable(found))
+        require_room(nbytes, evictable=could_go, has_name=has_name)
         names = [info.name for info in victims]
         removed = {*remove_idle(names, condition=lambda segment: not segment.is_pinned).idle}
         for info in victims:
@@ -206,7 +211,7 @@ def evict_for(nbytes: int, budget: Budget | None = None, reserved: int = 0) -> l
                 size, of = format_nbytes(info.nbytes), info.model or "no model"
                 logger.info("evicted %s of %s: %s", size, of, info.source)
         if removed.issuperset(names):
-            require_room(nbytes)
+            require_room(nbytes, has_name=has_name)
             return evicted
         # A process has attached or mapped one of the victims meanwhile.
         taken |= {*names} - removed

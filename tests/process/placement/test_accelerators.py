@@ -126,8 +126,13 @@ def test_pipeline_that_wants_its_bytes_on_the_host_gets_them(
     assert streams == []
     with pytest.raises(shmload.MemoryLimitExceeded, match="max_host_memory"):
         load(source, max_host_memory="64KiB")
+    shmload.warm(saved("wan"))  # may go for it
     monkeypatch.setattr(eviction, "shm_free_nbytes", lambda: 0)  # is not where they would be
     assert_as_on_the_host(load(source), reference(source, torch.bfloat16))
+    free = {True: eviction._MARGIN_NBYTES + (100 << 10), False: 1 << 40}
+    monkeypatch.setattr(eviction, "machine_free_nbytes", lambda: free[bool(shmload.segments())])
+    assert_as_on_the_host(load(source), reference(source, torch.bfloat16))
+    assert shmload.segments() == []
     monkeypatch.setattr(eviction, "machine_free_nbytes", lambda: 0)
     with pytest.raises(shmload.MemoryLimitExceeded, match="the machine's memory leaves 0"):
         load(source)
