@@ -37,7 +37,7 @@ _VARIABLES = ("ATEN_", "DIFFUSERS_", "TRANSFORMERS_")
 _SEEN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Arguments with which a single file is loaded.
 _CONFIGS = ("config", "original_config")
-# Methods of quantisers. A tuple: a configuration may name anything.
+# Methods of quantisers. No set: what a configuration names may have no hash.
 _BY_GPU = ("fp8", "mxfp4")
 # Plain values that have the library run other code, or return something else.
 _MEANS_MORE = {

@@ -22,9 +22,9 @@ LIBRARIES = ("diffusers", "transformers")
 
 libraries_lock = add_lock()
 """Held by the thread that makes models for shmload."""
-# Of torch, as it was when that thread began; one more for each time that it began within.
+# torch's default dtype before each block of `making` that is under way, the outermost first.
 _default_dtypes: list[str] = []
-# Until a thread with the lock has noted the default dtype.
+# A thread that has the lock notes the default dtype within this time.
 _BRIEF_S = 0.001
 _is_inside: ContextVar[bool] = ContextVar("shmload_inside_a_load", default=False)
 
