@@ -17,7 +17,7 @@ from shmload._host.limits import allow_descriptors, require_file_size
 from shmload._host.reading import cached_part
 from shmload._loading.room import made_room
 from shmload._segments.eviction import Budget
-from shmload._segments.lease import Lease, note_use
+from shmload._segments.lease import Lease
 from shmload._segments.listing import SegmentInfo, holders
 from shmload._segments.part import Awaited, Held, Part, acquire
 from shmload._segments.removal import give_back, remove_idle
@@ -247,7 +247,7 @@ class Holdings:
             while self.shards:
                 closing.callback(self.shards.pop().close)
             for segment in self.segments():
-                note_use(segment.fd)
+                segment.touch()
             closing.callback(give_back, *self.segments())
             while self.held:
                 _, held = self.held.popitem()

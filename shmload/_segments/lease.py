@@ -5,7 +5,6 @@ and multiprocessing ends the child while this process exits.
 """
 
 import atexit
-import contextlib
 import os
 import sys
 import weakref
@@ -77,19 +76,14 @@ class Lease:
     def touch(self) -> None:
         """Record that the segment is used now; after `close` does nothing."""
         if found := self._closing.peek():
-            _, _, (fd, _), _ = found
-            note_use(fd)
+            _, _, (fd, name), _ = found
+            Segment(name, fd).touch()
 
 
 def _give_back(fd: int, name: str, wait_s: float = LISTING_S) -> None:
-    note_use(fd)
-    give_back(Segment(name, fd), wait_s=wait_s)
-
-
-def note_use(fd: int) -> None:
-    """Note that a segment was in use until now."""
-    with contextlib.suppress(PermissionError):  # the process has become another user since
-        os.utime(fd)
+    segment = Segment(name, fd)
+    segment.touch()  # it was in use until now
+    give_back(segment, wait_s=wait_s)
 
 
 # No WeakSet: another thread may add to it while it is iterated over.

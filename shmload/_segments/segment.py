@@ -109,7 +109,8 @@ class Segment(Descriptor):
         Stored as the modification time: nothing writes to a segment, and reading keeps that time.
         """
         now = time.time_ns()  # the kernel's own time has steps of 4 ms, within which a load ends
-        os.utime(self.fd, ns=(now, now))
+        with contextlib.suppress(PermissionError):  # the process has become another user since
+            os.utime(self.fd, ns=(now, now))
 
     @property
     def is_shared(self) -> bool:
