@@ -66,15 +66,15 @@ def require_file_size(path: _Path, nbytes: int) -> None:
     """Check that this process may write a file of so many bytes.
 
     Args:
-        path: of the shard whose segment it is.
-        nbytes: size of the segment, in bytes.
+        path: of the shard whose segment it is, or the name of what else needs it.
+        nbytes: its size, in bytes.
 
     Raises:
         CapacityError: RLIMIT_FSIZE forbids it.
     """
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if soft != resource.RLIM_INFINITY and nbytes > soft:
-        reason = f"its segment takes {format_nbytes(nbytes)}"
+        reason = f"it needs a file of {format_nbytes(nbytes)} in shared memory"
         raise _limit_reached(path, reason, "RLIMIT_FSIZE", errno.EFBIG)
 
 

@@ -115,8 +115,8 @@ def _room_within(
     """Make room within a budget, one load at a time; wait while other loads decode.
 
     Raises:
-        CapacityError: no load decodes whose end could give room and is waited for, or
-            `wait_timeout_s` has passed.
+        CapacityError: no other load that could give room decodes, or this one does not wait for it;
+            or `wait_timeout_s` has passed.
         SegmentUntrusted: the lock's name belongs to another user.
     """
     began_at = time.monotonic()
@@ -145,7 +145,7 @@ def _room_within(
                     yield evicted
                     return
             elif now > ends_at:
-                remedy = "a stopped process looks for room; end it, or raise SHMLOAD_WAIT_TIMEOUT_S"
+                remedy = "end the stopped process that looks for room"
                 raise no_room(nbytes, None, budget.name, remedy)
         if not has_told and now - began_at > _QUIET_S:
             has_told = True
