@@ -55,8 +55,8 @@ def find_with_rules(
     dtype, doing = settle_dtype(wanted.dtype, found), ""
     with paused_gc():
         if not all(known_rule(checkpoint, dtype) for checkpoint in found.checkpoints):
-            doing = "finding the dtype rules of its classes (once)"
-            importing = "importing diffusers and transformers to find dtype rules (once)"
+            doing = "finding the dtype rules of its classes (once for each dtype)"
+            importing = "importing diffusers and transformers for these rules (once for each dtype)"
             with progress.during(Phase.IMPORT, importing), whole_libraries():
                 library("rules").import_libraries()
         with progress.during(Phase.PLAN, doing):

@@ -115,7 +115,14 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     """
     # A publication goes before what it needs, and is younger.
     chosen = sorted(chosen, key=lambda info: info.created_at, reverse=True)
-    look = remove_idle([info.name for info in chosen])
+    names = {info.name for info in chosen}
+    # What a load has built goes with its weights, and stays while these are in use.
+    goes_along = {
+        info.name
+        for info in chosen
+        if info.kept and not info.is_pinned and not names.isdisjoint(info.needs)
+    }
+    look = remove_idle([info.name for info in chosen if info.name not in goes_along])
     removed = Segments(info for info in chosen if info.name in look.idle)
     staying = [*look.used, *look.locked]
     if staying:
@@ -140,10 +147,10 @@ def _why_busy(staying: Sequence[str], chosen: Sequence[SegmentInfo]) -> str:
     held: dict[str, None] = {}  # in order, each once
     remedies: dict[str, None] = {}
     for name in staying:
-        by, remedy = name_processes(used.get(name, ())), "end that process, or evict later"
+        by, remedy = name_processes(used.get(name, ())), "end that process, then try again"
         if os.getpid() in used.get(name, ()):
             # Pipelines refer to themselves: a dropped one stays until a collection.
-            remedy = "in this process drop the models, then call `gc.collect()` and evict again"
+            remedy = "in this process drop the models, then call `gc.collect()` and try again"
         if needed.get(name):
             by = ", ".join(map(_name_need, needed[name]))
             remedy = ", or ".join(f"`shmload rm {each}`" for each in needed[name])

@@ -22,6 +22,7 @@ from shmload._segments.eviction import evictable
 from shmload._segments.layout import Layout
 from shmload._segments.part import Awaited, acquire
 from shmload._segments.upkeep import find_garbage
+from shmload.errors import SegmentBusy
 
 pytestmark = [pytest.mark.libraries, pytest.mark.usefixtures("evicts", "remembers")]
 
@@ -149,10 +150,15 @@ def test_a_load_within_a_build_is_remembered(saved, built, load_within):
 
 def test_it_goes_with_its_model(saved):
     source = saved("stable-diffusion")
-    load(source)
+    pipe = load(source)
     assert len(shmload.segments()) == 5
     (model,) = shmload.models()
     assert model.dtype == "bfloat16"
+    with pytest.raises(SegmentBusy):
+        shmload.evict(source)
+    assert kept() == ["whole"]
+    del pipe
+    gc.collect()
     shmload.evict(source)
     assert not shmload.segments()
 
