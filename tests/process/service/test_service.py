@@ -45,6 +45,7 @@ def test_what_exceeds_the_budget_is_refused_before_a_byte_is_read(service, shard
     del state
 
 
+@pytest.mark.slow  # it waits for the second sweep
 def test_what_exceeds_the_budget_already_goes_as_soon_as_it_is_idle(service, shards):
     shmload.warm(shards[0], dtype="bfloat16")
     state = shmload.load_state_dict(shards[1], "bfloat16", keep=True)
