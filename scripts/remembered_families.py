@@ -4,10 +4,11 @@
     python scripts/remembered_families.py --diffusers /tmp/diffusers [flux wan ...]
 
 Run it once a release, and with the oldest libraries (their own tag of diffusers as the checkout).
-A family is a sub-package of `diffusers.pipelines`. This takes its first class of which diffusers'
-own tests make a tiny pipeline. What these would fetch from the hub is made here. One process loads
-it by shmload and keeps it. Another one, of an interpreter with other hashes, recalls it, loads the
-directory with diffusers alone, and compares both as the tests do (tests/support/comparing.py).
+A family is a sub-package of `diffusers.pipelines`. Diffusers' own tests make tiny pipelines of some
+classes; this takes the first of them. What these would fetch from the hub is made here. One process
+loads it by shmload and keeps it. Another one, of an interpreter with other hashes, recalls it,
+loads the directory with diffusers alone, and compares both as the tests do
+(tests/support/comparing.py).
 
 It prints a line for each pipeline: how much of it was kept, and whether what was recalled is equal
 or where it differs first. Exit code 1: one differs, or could not be recalled. Families that cannot

@@ -61,9 +61,9 @@ class Listed(msgspec.Struct):
     """What the list of a shard has."""
 
     keys: list[str]
-    """Of its items, in their order."""
+    """The keys of its items, in their order."""
     errors: dict[str, str]
-    """Of those that failed, by key."""
+    """Why items failed, by their keys."""
 
 
 class Task(NamedTuple):

@@ -122,7 +122,7 @@ def remove_command(patterns: tuple[str, ...], everything: bool, as_json: bool) -
     try:
         removed: list[SegmentInfo] = evict_segments(chosen)
     except SegmentBusy as exc:
-        busy, removed = exc, [info for info in chosen if info.name in exc.removed]
+        busy, removed = exc, [info for info in before if info.name in exc.removed]
     if as_json:
         print_json("rm", removed=removed, in_use=list(busy.names) if busy else [])
     elif removed or not busy:

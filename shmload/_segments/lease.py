@@ -56,7 +56,7 @@ class Lease:
             _give_back(fd, name, wait_s)
 
     def end_with(self, users: Collection[object]) -> None:
-        """Release the lease when the last of some objects goes, of which there is at least one."""
+        """Release the lease when all of some objects are gone; there is at least one."""
         left = len(users)
 
         def count() -> None:

@@ -51,7 +51,7 @@ class Look(NamedTuple):
 
 
 def give_back(*segments: Segment, wait_s: float = LISTING_S) -> None:
-    """Close some segments; remove those that are shared and of which this was the last lease.
+    """Close some segments, and remove the shared ones that no process holds any more.
 
     Args:
         segments: to be closed.

@@ -110,6 +110,9 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     Args:
         chosen: from a listing; those that have gone since are left out.
 
+    Returns:
+        Those that were removed, and what was built of them.
+
     Raises:
         SegmentBusy: some are in use; the others are removed.
     """
@@ -117,13 +120,14 @@ def evict_segments(chosen: Sequence[SegmentInfo]) -> Segments:
     chosen = sorted(chosen, key=lambda info: info.created_at, reverse=True)
     names = {info.name for info in chosen}
     # What a load has built goes with its weights, and stays while these are in use.
-    goes_along = {
-        info.name
-        for info in chosen
+    along = {
+        info.name: info
+        for info in segments_by_lock()
         if info.kept and not info.is_pinned and not names.isdisjoint(info.needs)
     }
-    look = remove_idle([info.name for info in chosen if info.name not in goes_along])
-    removed = Segments(info for info in chosen if info.name in look.idle)
+    look = remove_idle([info.name for info in chosen if info.name not in along])
+    known = {info.name: info for info in chosen} | along
+    removed = Segments(known[name] for name in look.idle if name in known)
     staying = [*look.used, *look.locked]
     if staying:
         raise SegmentBusy(

@@ -270,7 +270,7 @@ class Template:
             return
         self._is_draining = True
         self._poll.unregister(self._listener.fileno())
-        self._listener.close()  # whoever takes the lock next removes its path
+        self._listener.close()  # the next template removes its path
         os.close(self._lock)
 
 

@@ -159,6 +159,8 @@ def test_it_goes_with_its_model(saved):
     assert kept() == ["whole"]
     del pipe
     gc.collect()
+    shard, *_ = [info.name for info in shmload.segments() if not info.kept]
+    assert sorted(bool(info.kept) for info in shmload.evict(shard)) == [False, True]
     shmload.evict(source)
     assert not shmload.segments()
 
